@@ -13,7 +13,7 @@ from jaxtrain.errors import UserError, is_out_of_memory
 
 COMMANDS = {
     "train": "train a recipe: jaxtrain train [RECIPE] [--out DIR] [--resume [auto]] [--from CONFIG] [--field value …]",
-    "data": "write examples that every machine has: jaxtrain data stdlib-pairs [--out DIR]",
+    "data": "tokenize corpora, or write examples: jaxtrain data tokenize CORPUS…, jaxtrain data stdlib-pairs",
     "new": "write a recipe to edit: jaxtrain new FILE.py [--from RECIPE]",
     "plan": "find settings that fit in memory, or size a mesh: jaxtrain plan RECIPE [--memory 16GiB] [--mesh M]",
     "launch": "train in several processes on this machine: jaxtrain launch -n N -- train …",

@@ -1,7 +1,8 @@
 """`jaxtrain plan RECIPE`: find settings that fit in memory and print the command for them.
 
 With `--mesh` it computes memory and communication per device on that mesh and on meshes from 1 to 1,024 devices, with
-`--device` (and no `--bandwidth`) the costs of the programs of a GPU, which need not be here.
+`--device` (and no `--bandwidth`) the costs of the programs of a GPU, which need not be here, and with `--nodes` how
+they scale over nodes of such GPUs.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from rich.text import Text
 from jaxtrain.cli.compilation_cache import enable_compilation_cache
 from jaxtrain.cli.flags import parse_with_recipe, recipe_name
 from jaxtrain.cli.plan_gpu import plan_for_gpu
+from jaxtrain.cli.plan_nodes import Nodes, plan_for_nodes
 from jaxtrain.cli.progress import show_progress
 from jaxtrain.cli.scaling_tables import ScalingTables, columns
 from jaxtrain.cli.state_table import state_table
@@ -40,6 +43,7 @@ from jaxtrain.planning import (
     doubled_meshes,
     format_mesh,
     format_settings,
+    gathered_params_json,
     plan,
     virtual_devices,
 )
@@ -58,6 +62,11 @@ class PlanOptions:
     """Bandwidth between the devices of --mesh, such as 50GB/s or 400Gbit/s."""
     device: str | None = None
     """GPU to compile for, which need not be here: h100, h200 or a100. With --bandwidth: device type for estimates."""
+    nodes: int | None = None
+    """Number of nodes with GPUs of --device: how the run scales up to 16,384 GPUs, and, without --mesh, which mesh to
+    choose. --bandwidth is then that of a GPU between nodes."""
+    picture: Path | None = None
+    """With --nodes: path of an SVG to draw the scaling in."""
     json: bool = False
     """Print the table as JSON and nothing else."""
 
@@ -67,6 +76,11 @@ def main(args: list[str]) -> int:
     name, flags = recipe_name(args)
     parsed = parse_with_recipe(PlanOptions(), named_recipe(name), flags, f"jaxtrain plan {name}", PlanOptions.__doc__)
     options, recipe = parsed.options, parsed.recipe
+    if options.nodes is not None:
+        where = Nodes(options.nodes, options.device, options.bandwidth, options.memory)
+        return plan_for_nodes(name, recipe, where, options.picture, options.json)
+    if options.picture is not None:
+        raise UserError("--picture requires --nodes: add a number of nodes, such as --nodes 8")
     if options.device is not None and options.bandwidth is None:
         return plan_for_gpu(name, recipe, options.device, options.memory, options.json)
     if recipe.mesh is not None:
@@ -90,6 +104,7 @@ def main(args: list[str]) -> int:
                 "rows": list(candidate_rows(found)),
                 "state": [part._asdict() for part in found.state],
                 "gradient_sums": found.sums.as_json(found.chosen.recipe),
+                "gathered_params": gathered_params_json(found.chosen.recipe, found.gathered_bytes),
                 "command": command("train", name, found.chosen.recipe),
             }
         )

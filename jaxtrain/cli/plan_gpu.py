@@ -28,7 +28,7 @@ from jaxtrain.cost import (
     parse_bytes,
 )
 from jaxtrain.distributed import parse_mesh
-from jaxtrain.planning import Candidate, Plan, choice_notes, format_settings, plan
+from jaxtrain.planning import Candidate, Plan, choice_notes, format_settings, gathered_params_json, plan
 from jaxtrain.recipes import command
 from jaxtrain.run import Recipe
 
@@ -54,10 +54,12 @@ def plan_for_gpu(name: str, recipe: Recipe, device: str, memory: str | None, as_
     # The plugin would look for a driver; nothing of this command runs on a GPU.
     jax.config.update("jax_platforms", "cpu")
     devices = gpu_devices(target, 1 if recipe.mesh is None else math.prod(parse_mesh(recipe.mesh).values()))
-    available = int(PREALLOCATED * target.memory) if memory is None else parse_bytes(memory)
+    available = available_memory(target, memory)
     console = Console(highlight=False, quiet=as_json)
     console.print(
-        f"{name} · {_title(target, recipe)} · {_memory(available, target, memory)}", markup=False, soft_wrap=True
+        f"{name} · {_title(target, recipe)} · {describe_memory(available, target, memory)}",
+        markup=False,
+        soft_wrap=True,
     )
     with console.status("reading the data") as status:
         found = plan(
@@ -72,9 +74,11 @@ def plan_for_gpu(name: str, recipe: Recipe, device: str, memory: str | None, as_
     if as_json:
         context = {"recipe": name, "device": target.name, "mesh": recipe.mesh, "memory_bytes": available}
         state = [part._asdict() for part in found.state]
-        sums = found.sums.as_json(found.chosen.recipe)
-        details = _details(found.chosen)
-        values = {**context, "rows": rows, "state": state, "gradient_sums": sums, "chosen": details}
+        kept = {
+            "gradient_sums": found.sums.as_json(found.chosen.recipe),
+            "gathered_params": gathered_params_json(found.chosen.recipe, found.gathered_bytes),
+        }
+        values = {**context, "rows": rows, "state": state, **kept, "chosen": _details(found.chosen)}
         sys.stdout.write(
             json.dumps({**values, "command": command("train", name, found.chosen.recipe)}, indent=2) + "\n"
         )
@@ -92,7 +96,13 @@ def _title(target: GpuTarget, recipe: Recipe) -> str:
     return target.name if recipe.mesh is None else f"{recipe.mesh} of {target.name}"
 
 
-def _memory(available: int, target: GpuTarget, given: str | None) -> str:
+def available_memory(target: GpuTarget, given: str | None) -> int:
+    """Return the given memory of a GPU, or what JAX takes by default."""
+    return int(PREALLOCATED * target.memory) if given is None else parse_bytes(given)
+
+
+def describe_memory(available: int, target: GpuTarget, given: str | None) -> str:
+    """Return the memory as text."""
     if given is not None:
         return format_bytes(available)
     return (

@@ -8,14 +8,25 @@ import sys
 import threading
 import time
 from types import FrameType
-from typing import IO
+from typing import IO, NamedTuple
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.05
 
 
+class Ended(NamedTuple):
+    """How the processes of a command ended."""
+
+    status: int
+    """0, the exit status of the first that failed, or 128 + its signal's number."""
+    killed: int | None = None
+    """The number of the first that failed if a signal ended it; None if it exited itself."""
+    is_requested: bool = False
+    """Whether a signal asked the command to end."""
+
+
 class Processes:
-    """A command run once per environment; when one fails, the others are terminated and its status returned."""
+    """A command run once per environment; when one fails, the others are terminated."""
 
     def __init__(self, command: list[str], environments: list[dict[str, str]], grace_seconds: float) -> None:
         self._command, self._environments, self._grace = command, environments, grace_seconds
@@ -24,8 +35,8 @@ class Processes:
         self._signals: list[signal.Signals] = []
         self._lock = threading.Lock()
 
-    def run(self) -> int:
-        """Wait for all processes; return 0, the exit status of the first that failed, or 128 + its signal's number."""
+    def run(self) -> Ended:
+        """Start the processes and wait for all of them."""
         before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
         try:
             for environment in self._environments:
@@ -67,7 +78,7 @@ class Processes:
                 except OSError:  # the reader is gone: let the run save and stop
                     self._signals = self._signals or [signal.SIGTERM]
 
-    def _watch(self) -> int:
+    def _watch(self) -> Ended:
         """Wait for all processes; terminate the others once one has failed."""
         failed, deadline, forwarded = None, float("inf"), 0
         while True:
@@ -86,9 +97,12 @@ class Processes:
                 break
             time.sleep(_POLL_SECONDS)
         if failed:
-            return _status(failed)
+            # An abort is a consequence of another process that hangs, and does not say which.
+            is_killed = failed.returncode < 0 and failed.returncode != -signal.SIGABRT
+            killed = self._started.index(failed) if is_killed else None
+            return Ended(_status(failed), killed, is_requested=bool(self._signals))
         status = max(_status(process) for process in self._started)
-        return 128 + self._signals[0] if status and self._signals else status
+        return Ended(128 + self._signals[0] if status and self._signals else status, is_requested=bool(self._signals))
 
     def _failed(self) -> subprocess.Popen[bytes] | None:
         """Return the process that failed first, if any ended other than by request."""

@@ -13,7 +13,14 @@ from rich.text import Text
 from jaxtrain.cost import format_bytes
 from jaxtrain.distributed import sequence_parallel_size
 from jaxtrain.observe import format_count
-from jaxtrain.planning import Context, DeviceShare, first_axis, gradient_sums_note
+from jaxtrain.planning import (
+    Context,
+    DeviceShare,
+    first_axis,
+    gathered_params_json,
+    gathered_params_note,
+    gradient_sums_note,
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ class ScalingTables:
             **{f"{name}_bytes": size for name, size in dataclasses.asdict(share.memory).items()},
             "fits": self.fits(share),
             "gradient_sums": share.sums.as_json(share.recipe),
+            "gathered_params": gathered_params_json(share.recipe, share.gathered_bytes),
             "sent_bytes": share.communication.sent,
             "traffic": [part._asdict() for part in share.communication.traffic],
             "communication_s": self.communication_s(share.communication.sent),
@@ -168,8 +176,9 @@ class ScalingTables:
             f"with {own.rows} rows of a micro-batch on each"
         ]
         # With a limit of memory, the plan that fits it has the note.
-        if self.memory is None and (note := gradient_sums_note(own.recipe, own.sums)) is not None:
-            notes.append(note)
+        if self.memory is None:
+            of_fsdp = gradient_sums_note(own.recipe, own.sums), gathered_params_note(own.recipe, own.gathered_bytes)
+            notes += [note for note in of_fsdp if note is not None]
         if self.why is not None:
             notes.append(self.why)
         if own.communication.unbounded_loops:

@@ -4,6 +4,7 @@ from jaxtrain.cost.byte_amounts import format_bytes as format_bytes
 from jaxtrain.cost.byte_amounts import parse_bandwidth as parse_bandwidth
 from jaxtrain.cost.byte_amounts import parse_bytes as parse_bytes
 from jaxtrain.cost.communication import Communication as Communication
+from jaxtrain.cost.communication import Traffic as Traffic
 from jaxtrain.cost.communication import communication as communication
 from jaxtrain.cost.data_sheets import NVIDIA as NVIDIA
 from jaxtrain.cost.data_sheets import Ceilings as Ceilings
@@ -19,6 +20,7 @@ from jaxtrain.cost.gpu import GpuTarget as GpuTarget
 from jaxtrain.cost.gpu import compile_for_gpu as compile_for_gpu
 from jaxtrain.cost.gpu import find_target as find_target
 from jaxtrain.cost.gpu import gpu_devices as gpu_devices
+from jaxtrain.cost.gpu import group_along as group_along
 from jaxtrain.cost.gpu import target_of as target_of
 from jaxtrain.cost.hlo import LIBRARIES as LIBRARIES
 from jaxtrain.cost.hlo import SourceLines as SourceLines

@@ -3,7 +3,8 @@
 The text of a partitioned program is that of one device: its shapes are those of one device, and every collective lists
 the participating devices. Bytes are those of ring algorithms (Patarasuk and Yuan 2009), which are optimal. With n
 devices, each sends (n−1)/n of the result of an all-gather or of the operand of a reduce-scatter or an all-to-all, twice
-that for an all-reduce, and the whole operand of a collective-permute.
+that for an all-reduce, and the whole operand of a collective-permute. A ragged all-to-all counts as an all-to-all that
+divides evenly the rows of its operand, or those of its result if these are fewer.
 
 The HLO proto (`compiled.runtime_executable().hlo_modules()[0]`) is not used, neither here nor in
 `jaxtrain.profile.program` and `jaxtrain.cpu.workspace`. It contains what the text contains: replica groups, stack
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtrain.cost.hlo import Instruction, parse_hlo, parse_numbers
+from jaxtrain.cost.hlo import Computation, Instruction, parse_hlo, parse_numbers
 
 
 class Traffic(NamedTuple):
@@ -83,15 +84,24 @@ def communication(hlo: str, mesh: Mapping[str, int]) -> Communication:
       ... }''', {"data": 2, "fsdp": 4}).traffic
       (Traffic(kind='all-gather', axes=('fsdp',), times=1, sent=3072.0),)
     """
-    program = _Program(hlo, mesh)
+    computations, entry = parse_hlo(hlo)
+    program = _Program(computations, mesh)
     totals: dict[tuple[str, tuple[str, ...]], Traffic] = {}
-    for part in program.traffic(program.entry, 1):
+    for part in program.traffic(entry, 1):
         before = totals.get(part[:2], Traffic(part.kind, part.axes, 0, 0.0))
         totals[part[:2]] = before._replace(times=before.times + part.times, sent=before.sent + part.sent)
     return Communication(tuple(sorted(totals.values(), key=lambda t: -t.sent)), len(program.unbounded_loops))
 
 
-_COLLECTIVE = re.compile(r"(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start)?")
+def traffic_of(
+    computations: Mapping[str, Computation], mesh: Mapping[str, int]
+) -> Callable[[str, Instruction], tuple[Traffic, ...]]:
+    """Return a function of a computation's name and a collective in it that returns the collective's traffic."""
+    program = _Program(computations, mesh)
+    return lambda computation, x: tuple(program.collective(computation, x, 1))
+
+
+_COLLECTIVE = re.compile(r"(?:ragged-)?(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start)?")
 _PAIRS = re.compile(r"\bsource_target_pairs=\{(.*?)\}(?:,|$)")
 _LISTED = re.compile(r"\breplica_groups=\{(?:\{([\d,]+)\})?")
 _IOTA = re.compile(r"\breplica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -106,17 +116,15 @@ _LAYOUT_ONLY = {"bitcast", "copy", "reshape", "transpose", "convert"}
 class _Program:
     """The computations of a program for a mesh, and the loops of unknown length found so far."""
 
-    def __init__(self, hlo: str, mesh: Mapping[str, int]) -> None:
+    def __init__(self, computations: Mapping[str, Computation], mesh: Mapping[str, int]) -> None:
         self.unbounded_loops: set[str] = set()
-        self._mesh = mesh
-        self._computations, self.entry = parse_hlo(hlo)
+        self._mesh, self._computations = mesh, computations
 
     def traffic(self, computation: str, times: int) -> Iterator[Traffic]:
         """Yield the traffic of a computation that runs `times` times."""
         for x in self._computations[computation].instructions.values():
-            collective = _COLLECTIVE.fullmatch(x.opcode)
-            if collective:
-                yield from self._collective(computation, x, collective[1], times)
+            if _COLLECTIVE.fullmatch(x.opcode):
+                yield from self.collective(computation, x, times)
             elif x.opcode == "while":
                 yield from self._loop(x, times)
             elif x.opcode == "conditional":
@@ -133,7 +141,9 @@ class _Program:
             self.unbounded_loops.add(loop.name)
         yield from inside
 
-    def _collective(self, computation: str, x: Instruction, kind: str, times: int) -> Iterator[Traffic]:
+    def collective(self, computation: str, x: Instruction, times: int) -> Iterator[Traffic]:
+        """Yield the traffic of a collective that runs `times` times."""
+        kind = x.opcode.removeprefix("ragged-").removesuffix("-start")
         if kind == "collective-permute":
             yield from self._collective_permute(x, times)
             return

@@ -80,6 +80,8 @@ class Instruction:
     @property
     def transferred(self) -> tuple[Array, ...]:
         """The arrays of the result of a collective, or of the one that it starts."""
+        if self.opcode == "ragged-all-to-all-start":
+            return (min(self.results[0], self.results[-1], key=lambda array: array.size_bytes),)
         # The first half are the operands.
         both = self.opcode in ("all-gather-start", "all-to-all-start", "reduce-scatter-start")
         return self.results[len(self.results) // 2 :] if both else self.results

@@ -12,9 +12,11 @@ from jaxtrain.data.images import ImageFolder, image_folder, split_images
 from jaxtrain.data.json_rows import JsonArray, JsonLines, json_rows
 from jaxtrain.data.kinds import Kind as Kind
 from jaxtrain.data.kinds import kind_of as kind_of
+from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.model_folder import inside as inside
 from jaxtrain.data.model_folder import read_json as read_json
 from jaxtrain.data.packing import PackedRows, first_fit, pack, pad_tokens
+from jaxtrain.data.permutation import Permutation
 from jaxtrain.data.pixels import pixels
 from jaxtrain.data.python_statements import KEYWORDS, python_statements
 from jaxtrain.data.rows import IndexedSource, MappedSource, Subset, split_source, subsample
@@ -51,8 +53,10 @@ __all__ = [
     "JsonArray",
     "JsonLines",
     "MappedSource",
+    "Mixture",
     "PackedRows",
     "ParquetRows",
+    "Permutation",
     "Source",
     "Subset",
     "TokenWindows",
@@ -62,6 +66,7 @@ __all__ = [
     "bag_of_words_accuracy",
     "batches",
     "check_labels",
+    "corpus",
     "dates",
     "decode_stream",
     "digits",

@@ -10,7 +10,8 @@ from jaxtrain.data.collate import Collator
 from jaxtrain.data.epoch import check_batch_size
 from jaxtrain.data.epoch import epoch_batches as epoch_batches
 from jaxtrain.data.kinds import Kind, kind_of
-from jaxtrain.data.loader import Loader
+from jaxtrain.data.mixture import Mixture
+from jaxtrain.data.mixture_reader import MixtureReader
 from jaxtrain.data.read_ahead import ReadAhead as ReadAhead
 from jaxtrain.data.source import Batch, Collate, Rows
 from jaxtrain.data.stream import StreamReader
@@ -64,6 +65,7 @@ def training_batches(
     | --- | --- |
     | mapping of arrays of equal length | shuffled by `seed`, as `Loader` does |
     | anything with `__len__` and `__getitem__`: a list, a dataset of PyTorch or `datasets` | the same |
+    | `Mixture` of such sources | in its own order: exact proportions, each source shuffled by `seed` |
     | iterable of examples, or function that returns one | in their order, the smaller last one of an epoch included |
     | `torch.utils.data.DataLoader` | its own, with its workers and its `collate_fn`, the smaller last one included |
 
@@ -116,7 +118,10 @@ def training_batches(
       [[0, 1], [4, 9], [16], [0, 1]]
     """
     kind, data = kind_of(data)
-    if kind is Kind.SOURCE:
+    if kind is Kind.SOURCE and not isinstance(data, Mixture):
+        # grain is imported for these alone, so that a mixture needs the base install only.
+        from jaxtrain.data.loader import Loader
+
         return Loader(
             data,
             batch_size,
@@ -131,6 +136,10 @@ def training_batches(
     collator = Collator(collate, batch_keys)
     if prefetch < 0:
         raise UserError(f"the number of batches to prefetch must be at least 0, got {prefetch}")
+    if isinstance(data, Mixture):
+        if workers:
+            raise UserError(f"workers={workers} does not apply to a mixture, which a thread reads: leave it at 0")
+        return ReadAhead(MixtureReader(data, batch_size, seed, rows, collator), prefetch, batch_size, rows)
     if kind is Kind.STREAM:
         if workers:
             raise UserError(f"workers={workers} needs data with a length: leave it at 0 for a stream")

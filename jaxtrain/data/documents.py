@@ -20,7 +20,7 @@ from jaxtrain.errors import UserError
 _VALIDATION_FRACTION = 0.1
 
 
-class _Range(NamedTuple):
+class TextRange(NamedTuple):
     """The bytes of a file from `start` to `stop`."""
 
     file: Path
@@ -50,10 +50,7 @@ def split_documents(
             tokenized_rows(path, train_rows, column, texts, "train"),
             tokenized_rows(path, validation_rows, column, texts, "validation"),
         )
-    root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
-    train, validation = _split(stdlib_files() if path is None else text_files(path), root)
-    if not all(any(part.stop > part.start for part in parts) for parts in (train, validation)):
-        raise UserError(f"the text in {root} is too short to split into train and validation: give more text")
+    train, validation = split_ranges(path)
     return _tokenized_ranges(train, texts), _tokenized_ranges(validation, texts)
 
 
@@ -78,17 +75,35 @@ def tokenized_rows(path: Path, rows: Source, column: str, texts: Tokenizer, part
     return _cached(texts, (column, part, str(len(rows)), *map(file_identity, files)), documents)
 
 
-def _split(files: list[Path], root: Path) -> tuple[list[_Range], list[_Range]]:
+def split_ranges(
+    path: Path | None, validation_fraction: float = _VALIDATION_FRACTION
+) -> tuple[list[TextRange], list[TextRange]]:
+    """Split the text files of a path, or of Python's standard library, as (train, validation).
+
+    Args:
+      path: A text file or folder; None for the standard library. A single file is cut in two.
+      validation_fraction: Fraction of the files that is held out.
+
+    Raises:
+      UserError: There is no text, or too little to split.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
+    files = stdlib_files() if path is None else text_files(path)
     if len(files) == 1:
         (file,) = files
         size = file.stat().st_size
-        cut = size - share(size, _VALIDATION_FRACTION)
-        return [_Range(file, 0, cut)], [_Range(file, cut, size)]
-    train, validation = split_files(files, root, _VALIDATION_FRACTION)
-    return [_Range(f, 0, f.stat().st_size) for f in train], [_Range(f, 0, f.stat().st_size) for f in validation]
+        cut = size - share(size, validation_fraction)
+        train, validation = [TextRange(file, 0, cut)], [TextRange(file, cut, size)]
+    else:
+        train, validation = (
+            [TextRange(f, 0, f.stat().st_size) for f in part] for part in split_files(files, root, validation_fraction)
+        )
+    if not all(any(part.stop > part.start for part in parts) for parts in (train, validation)):
+        raise UserError(f"the text in {root} is too short to split into train and validation: give more text")
+    return train, validation
 
 
-def _tokenized_ranges(ranges: list[_Range], texts: Tokenizer) -> TokenizedDocuments:
+def _tokenized_ranges(ranges: list[TextRange], texts: Tokenizer) -> TokenizedDocuments:
     def documents() -> Iterator[NDArray[np.integer[Any]]]:
         return (texts.encode_file(file.read_bytes()[start:stop]) for file, start, stop in ranges)
 

@@ -18,6 +18,8 @@ from jaxtrain.data.source import Batch as Batch
 from jaxtrain.data.source import Collate, Rows, Source
 from jaxtrain.errors import UserError
 
+_ENDLESS = 2**62
+
 
 class Loader:
     """Endless iterator of batches, prefetched in the background.
@@ -91,11 +93,10 @@ class Loader:
         # .seed(seed) hashes it first.
         numbers = grain.MapDataset.range(len(source)).seed(seed)
         ordered = numbers.shuffle() if shuffle else numbers
-        # Batching precedes repeating, so that the remainder of an epoch stays out of the next one.
-        batches = ordered.batch(batch_size, drop_remainder=True, batch_fn=np.array).repeat()
         self.rows = np.arange(batch_size) if rows is None else np.asarray(rows, np.intp)
-        read = functools.partial(_read, source, self.rows, Collator(collate, batch_keys))
-        self._by_position = batches.map(read)
+        read = functools.partial(_read, source, ordered, batch_size, self.rows, Collator(collate, batch_keys))
+        # Not `ordered.batch(...)`, which would compute the numbers of all rows of a batch in every process.
+        self._by_position = grain.MapDataset.range(_ENDLESS // batch_size).map(read)
         self._threads = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
         self._processes = grain.MultiprocessingOptions(
             num_workers=workers, per_worker_buffer_size=max(1, prefetch // max(1, workers))
@@ -159,8 +160,11 @@ class Loader:
         return iter(remaining.to_iter_dataset(in_turn).mp_prefetch(self._processes, configure))
 
 
-def _read(source: Source, rows: Any, collator: Collator, numbers: Any) -> Batch:
-    return collator.read(source, numbers[rows].tolist())
+def _read(source: Source, ordered: Any, batch_size: int, rows: Any, collator: Collator, number: int) -> Batch:
+    """Read rows of a batch, of which every epoch has as many as fit."""
+    epoch, batch = divmod(number, len(source) // batch_size)
+    first = epoch * len(source) + batch * batch_size
+    return collator.read(source, [int(ordered[first + row]) for row in rows.tolist()])
 
 
 def _check_picklable(batches: Any) -> None:

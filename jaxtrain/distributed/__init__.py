@@ -5,6 +5,8 @@ from jaxtrain.distributed.compilation import bypass_compilation_cache as bypass_
 from jaxtrain.distributed.mesh import AXES as AXES
 from jaxtrain.distributed.mesh import DATA as DATA
 from jaxtrain.distributed.mesh import FSDP as FSDP
+from jaxtrain.distributed.mesh import ROWS as ROWS
+from jaxtrain.distributed.mesh import SEQUENCE as SEQUENCE
 from jaxtrain.distributed.mesh import TENSOR as TENSOR
 from jaxtrain.distributed.mesh import data_parallel_size, make_mesh, run_mesh, run_mesh_sizes
 from jaxtrain.distributed.mesh import describe_devices as describe_devices

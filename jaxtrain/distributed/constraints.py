@@ -49,6 +49,13 @@ class ShardingConstraints:
             return x
         return self._constrain(x, {0: self._rows, **self._token_axis(x)}, None)
 
+    def token_spec(self, x: Any) -> P | None:
+        """Return the mesh axes of the rows of `x` [B, T, …] and of its tokens; None if it has no rows."""
+        if not self._has_rows(x):
+            return None
+        divides_tokens = x.ndim > 2 and x.shape[1] in self.lengths
+        return P(self._rows, SEQUENCE if divides_tokens else None)
+
     def constrain_batch(self, x: Any) -> Any:
         """Shard an array of a batch, [B, …] or [B, T, …]."""
         if not self._has_rows(x):

@@ -9,12 +9,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.distributed.mesh import DATA, DCN, FSDP, ROWS
-from jaxtrain.distributed.sharding import Rules, automatic_spec, divide_over, param_shardings, replicate_over
+from jaxtrain.distributed.mesh import DATA, DCN, EXPERT, FSDP, ROWS
+from jaxtrain.distributed.sharding import Rules, automatic_spec, divide_over, mesh_axes, param_shardings, replicate_over
 from jaxtrain.transforms import Groups
 
 
-def row_groups(mesh: Mesh, rules: Rules | None, gradient_sums: str, accumulate: Any) -> Groups | None:
+def row_groups(mesh: Mesh, rules: Rules | None, gradient_sums: str) -> Groups | None:
     """Return the groups of rows whose gradients are added once a window; None for one group.
 
     Args:
@@ -22,10 +22,8 @@ def row_groups(mesh: Mesh, rules: Rules | None, gradient_sums: str, accumulate: 
       rules: `PartitionSpec`s of the parameters by path.
       gradient_sums: "whole" for a group of each device that has its own rows; "sharded" for groups that fsdp does not
         divide: it shards the sums, and adds its devices' gradients in every micro-batch.
-      accumulate: Micro-batches per window. With one, only dcn has groups: within a node, the compiler adds a layer's
-        gradients while the next one computes.
     """
-    dividing = (DCN,) if accumulate == 1 else ROWS if gradient_sums == "whole" else (DCN, DATA)
+    dividing = ROWS if gradient_sums == "whole" else (DCN, DATA, EXPERT)
     axes = tuple(axis for axis in dividing if mesh.shape.get(axis, 1) > 1)
     return MeshGroups(mesh, axes, rules) if axes else None
 
@@ -36,6 +34,26 @@ class MeshGroups(Groups):
     def __init__(self, mesh: Mesh, axes: tuple[str, ...], rules: Rules | None) -> None:
         super().__init__(axes, tuple(mesh.shape[axis] for axis in axes))
         self._mesh, self._rules = mesh, rules
+
+    def of_sums(self, sums: jax.Array) -> "MeshGroups":
+        """As `Groups.of_sums`: each device of expert has its own experts, whose gradients are not added over expert."""
+        return self if len(sums) == self.size else self._without_expert
+
+    @property
+    def _without_expert(self) -> "MeshGroups":
+        return MeshGroups(self._mesh, tuple(axis for axis in self.axes if axis != EXPERT), self._rules)
+
+    def zeros(self, params: Any) -> Any:
+        """As `Groups.zeros`."""
+        if EXPERT not in self.axes:
+            return super().zeros(params)
+
+        def of_param(x: Any, sharding: NamedSharding) -> jax.Array:
+            has_experts = EXPERT in mesh_axes(sharding.spec)
+            groups, like = (self._without_expert, sharding) if has_experts else (self, None)
+            return groups.shard(jnp.zeros((groups.size, *x.shape), x.dtype), like)
+
+        return jax.tree.map(of_param, params, param_shardings(params, self._mesh, self._rules))
 
     def shard(self, x: jax.Array, like: NamedSharding | None = None) -> jax.Array:
         """As `Groups.shard`."""
@@ -50,6 +68,8 @@ class MeshGroups(Groups):
     def place(self, gradient: jax.Array) -> jax.Array:
         """As `Groups.place`: along fsdp, every device has a part, so that none receives the whole gradient."""
         spec = automatic_spec(gradient.shape, self._mesh) if FSDP in self.axes else P()
+        if not self.axes:
+            return gradient[None]
 
         def placed(part: jax.Array) -> jax.Array:
             whole = part
@@ -70,19 +90,21 @@ class MeshGroups(Groups):
         Each device receives its part of fsdp, and those of data add it. With dcn, each device of data receives a part,
         dcn adds these over the network, and data gathers them.
         """
-        if self.axes == (DATA,):
+        if self.axes in ((DATA,), (DCN,)):
             return super().add(sums)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sums)
-        return jax.tree.map(self._add, sums, param_shardings(shapes, self._mesh, self._rules))
+        shardings = param_shardings(shapes, self._mesh, self._rules)
+        return jax.tree.map(lambda x, sharding: self.of_sums(x)._add(x, sharding), sums, shardings)
 
     def _add(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
         divided = divide_over(sharding, x.shape[1:], DATA) if DCN in self.axes else sharding
         x = self._constrain(x.reshape(*self.sizes, *x.shape[1:]), P(*self.axes, *[P.UNCONSTRAINED] * (x.ndim - 1)))
-        if self.axes == (DCN,):
-            x = self._constrain(x, P(DCN, *divided.spec))
-        for i, axis in reversed([*enumerate(self.axes)]):
-            spec = (sharding if axis == FSDP else divided).spec
-            x = self._constrain(x.sum(i), P(*self.axes[:i], *spec))
+        others = [*self.axes]
+        # From the innermost axis to the outermost, but fsdp first: the others then add its parts.
+        for axis in sorted(self.axes, key=lambda axis: (axis == FSDP, self.axes.index(axis)), reverse=True):
+            i = others.index(axis)
+            del others[i]
+            x = self._constrain(x.sum(i), P(*others, *(divided if axis in (DCN, DATA) else sharding).spec))
         return lax.with_sharding_constraint(x, sharding)
 
     def _constrain(self, x: jax.Array, spec: P) -> jax.Array:

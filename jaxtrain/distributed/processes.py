@@ -193,6 +193,27 @@ def once(do: Callable[[], T]) -> T:
     return received["done"]
 
 
+def wait_for_all() -> None:
+    """Wait, as long as it takes, until all processes have called this; a process that dies ends the wait."""
+    if count() > 1:
+        _runtime.client.wait_at_barrier(f"jaxtrain/all/{next(_turns)}", _FOREVER_MS)
+
+
+def publish(name: str, value: str) -> None:
+    """Publish a value of this process to the others, in place of an earlier one.
+
+    Raises:
+      RuntimeError: The first process, which holds the values, is gone.
+    """
+    _runtime.client.key_value_set(f"jaxtrain/{name}/{_runtime.process_id}", value, allow_overwrite=True)
+
+
+def published(name: str) -> dict[int, str]:
+    """Return the newest value of each process that has published one. Raises as `publish`."""
+    values = _runtime.client.key_value_dir_get(f"jaxtrain/{name}/")
+    return {int(key.rpartition("/")[2]): value for key, value in values}
+
+
 def _leave(error: BaseException) -> None:
     """Report `error` to the other processes; return if this process is to raise it, else exit or raise another error.
 

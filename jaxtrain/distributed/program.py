@@ -14,19 +14,23 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.distributed.attention import divided_attention, find_attention
 from jaxtrain.distributed.constraints import ShardingConstraints
-from jaxtrain.distributed.mesh import DATA, FSDP, SEQUENCE, sequence_parallel_size
-from jaxtrain.distributed.sharding import Rules, param_shardings
+from jaxtrain.distributed.experts import divided_experts
+from jaxtrain.distributed.mesh import DATA, DCN, FSDP, SEQUENCE, sequence_parallel_size
+from jaxtrain.distributed.sharding import Rules, divide_over, param_shardings
 from jaxtrain.distributed.tables import Tables
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import is_long
+from jaxtrain.models.routed_experts import find_routed_experts
 from jaxtrain.transforms import BLOCK, UnmergeRows, jaxpr, precision
 
 
-def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = None) -> Callable[..., Any]:
+def constrain_shardings(
+    compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = None, *, accumulate: Any = 1
+) -> Callable[..., Any]:
     """Constrain a function `compute(params, batch, …)`, such as a loss_fn, to a mesh.
 
     The gradient of a parameter is sharded like the parameter. If the mesh has a sequence axis, the tokens of all arrays
@@ -36,6 +40,8 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
       compute: The function.
       mesh: The mesh.
       rules: `PartitionSpec`s of the parameters by path; None shards automatically.
+      accumulate: Micro-batches per window. The gradients of one are added over data before dcn by constraints; those of
+        several as sums of groups (`jaxtrain.distributed.groups`).
 
     Returns:
       A function with the signature and the results of `compute`.
@@ -44,9 +50,12 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
       UserError: At the call, if the mesh shards sequences and the program has none, or they are not divisible.
     """
 
+    adds_by_node = accumulate == 1 and mesh.shape.get(DCN, 1) > 1 and mesh.shape.get(DATA, 1) > 1
+    constrain_param = _with_gradient_added_by_node if adds_by_node else lax.with_sharding_constraint
+
     def constrained(params: Any, batch: Any, *rest: Any) -> Any:
         shardings = param_shardings(params, mesh, rules)
-        params = jax.tree.map(lax.with_sharding_constraint, params, shardings)
+        params = jax.tree.map(constrain_param, params, shardings)
         count = _rows(batch)
         batch = jax.tree.map(ShardingConstraints(mesh, count).constrain_batch, batch)
         weights = {id(x): s for x, s in zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True)}
@@ -66,6 +75,8 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
                     own = [id(v) in layers or id(x) in weights for v, x in zip(eqn.invars, args, strict=True)]
                     args = [x if of_layer else constraints(x) for x, of_layer in zip(args, own, strict=True)]
                     return [constraints(y) for y in jaxpr.HIGHER_ORDER["jit"](eqn, args, run)]
+                if (experts := find_routed_experts(eqn)) is not None and constraints.token_spec(args[0]) is not None:
+                    return [divided_experts(experts, constraints, on_gpu)(*args)]
                 if (outs := tables(eqn, args)) is not None:
                     return outs
                 if (product := tables.product(eqn, args)) is not None:
@@ -88,6 +99,21 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
         return jaxpr.retrace(compute, evaluate)(params, batch, *rest)
 
     return constrained
+
+
+def _with_gradient_added_by_node(x: Any, sharding: NamedSharding) -> Any:
+    """Constrain a parameter. Each device of data receives a part of its gradient, which dcn adds and data gathers."""
+
+    @jax.custom_vjp
+    def constrained(x: Any) -> Any:
+        return lax.with_sharding_constraint(x, sharding)
+
+    def backward(_: None, gradient: Any) -> tuple[Any]:
+        part = lax.with_sharding_constraint(gradient, divide_over(sharding, gradient.shape, DATA))
+        return (lax.with_sharding_constraint(part, sharding),)
+
+    constrained.defvjp(lambda x: (constrained(x), None), backward)
+    return constrained(x)
 
 
 def _is_on_gpu(mesh: Mesh) -> bool:

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.distributed.mesh import FSDP
+from jaxtrain.distributed.mesh import EXPERT, FSDP
 from jaxtrain.errors import UserError
 from jaxtrain.paths import path_name
 from jaxtrain.step import TrainState
@@ -94,6 +95,15 @@ def divide_over(sharding: NamedSharding, shape: tuple[int, ...], axis: str) -> N
     return NamedSharding(sharding.mesh, P(*spec))
 
 
+def mesh_axes(spec: P) -> set[str]:
+    """Return the mesh axes of a `PartitionSpec`.
+
+    >>> sorted(mesh_axes(P("tensor", None, ("data", "fsdp"))))
+    ['data', 'fsdp', 'tensor']
+    """
+    return {axis for axes in spec for axis in ((axes,) if isinstance(axes, str) else axes or ())}
+
+
 def replicate_over(sharding: NamedSharding, replicated: Sequence[str]) -> NamedSharding:
     """Return `sharding` replicated over some axes of the mesh."""
 
@@ -105,12 +115,37 @@ def replicate_over(sharding: NamedSharding, replicated: Sequence[str]) -> NamedS
     return NamedSharding(sharding.mesh, P(*map(rest, sharding.spec)))
 
 
+def gather(params: Any, dtypes: Any, mesh: Mesh, rules: Rules | None) -> Any:
+    """Gather the parameters that fsdp shards.
+
+    Args:
+      params: Pytree of arrays.
+      dtypes: The dtypes to gather them in; None for those to leave as they are.
+      mesh: The mesh.
+      rules: `PartitionSpec`s of the parameters by path.
+
+    Returns:
+      A pytree like `params`, with None for parameters that are left as they are, or that fsdp does not shard.
+    """
+
+    def gathered(x: jax.Array, dtype: Any, sharding: NamedSharding) -> jax.Array | None:
+        whole = replicate_over(sharding, (FSDP,))
+        if dtype is None or whole.is_equivalent_to(sharding, x.ndim):
+            return None
+        # Converted before it is gathered: fewer bytes are sent.
+        part = lax.with_sharding_constraint(x.astype(dtype), sharding)
+        return lax.with_sharding_constraint(part, whole)
+
+    return jax.tree.map(gathered, params, dtypes, param_shardings(params, mesh, rules))
+
+
 def state_shardings(state: TrainState, mesh: Mesh, rules: Rules | None) -> TrainState:
     """Return a `NamedSharding` for every leaf of a state, or of its shapes.
 
     Gradient sums, moments and averages of a parameter, recognized by its shape and by a path that ends in the
     parameter's path, are sharded like the parameter. Everything else is replicated.
     """
+    check_experts(state.params, mesh, rules)
     shardings = param_shardings(state.params, mesh, rules)
     params_by_path = {
         path_name(path): (x.shape, sharding)
@@ -131,6 +166,29 @@ def state_shardings(state: TrainState, mesh: Mesh, rules: Rules | None) -> Train
     kept = jax.tree_util.tree_map_with_path(sharding, (state.opt_state, state.window, state.ema))
     opt_state, window, ema = kept
     return whole._replace(params=shardings, opt_state=opt_state, window=window, ema=ema)
+
+
+def check_experts(params: Any, mesh: Mesh, rules: Rules | None) -> None:
+    """Raise `UserError` if the mesh axis expert cannot divide the experts of these parameters, or they have none."""
+    n = mesh.shape.get(EXPERT, 1)
+    if n == 1:
+        return
+    counts: dict[str, int] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        name = path_name(path)
+        for size, axes in zip(x.shape, _match_rule(name, x.shape, rules) if rules else (), strict=False):
+            if EXPERT in mesh_axes(P(axes)):
+                counts[name] = size
+    if not counts:
+        raise UserError(
+            f"mesh axis {EXPERT}={n} divides the experts of a model, and no sharding rule of this model names it: "
+            "use data or fsdp"
+        )
+    for name, count in counts.items():
+        if count % n:
+            raise UserError(
+                f"mesh axis {EXPERT}={n} does not divide the {count} experts of {name}: use a divisor of {count}"
+            )
 
 
 def _match_rule(path: str, shape: tuple[int, ...], rules: Rules) -> P:

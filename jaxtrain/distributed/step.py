@@ -17,7 +17,7 @@ from jaxtrain.distributed.groups import row_groups
 from jaxtrain.distributed.mesh import TENSOR
 from jaxtrain.distributed.program import constrain_shardings
 from jaxtrain.distributed.rows import place_batch
-from jaxtrain.distributed.sharding import Rules, state_shardings
+from jaxtrain.distributed.sharding import Rules, gather, state_shardings
 from jaxtrain.errors import UserError, user_facing
 from jaxtrain.step import (
     CompilerOptions,
@@ -75,9 +75,10 @@ class ShardedStep(TrainStep):
         self._mesh, self._rules = mesh, rules
         super().__init__(
             step.parts.constrained(
-                partial(constrain_shardings, mesh=mesh, rules=rules),
+                partial(constrain_shardings, mesh=mesh, rules=rules, accumulate=step.parts.accumulate),
                 mesh.devices.flat[0].platform,
-                row_groups(mesh, rules, step.parts.gradient_sums, step.parts.accumulate),
+                row_groups(mesh, rules, step.parts.gradient_sums),
+                None if step.parts.reshard_after == "forward" else partial(gather, mesh=mesh, rules=rules),
             ),
             step.allow_recompile,
             step.deterministic,
@@ -106,11 +107,11 @@ class ShardedStep(TrainStep):
         shardings = jax.tree.map(lambda x: x.sharding, shapes)
         init = partial(init_state, self.parts, seed=seed, streaming=streaming, donate=donate)
         with bypass_compilation_cache(self._mesh):
+            # What a function creates belongs to the state: a copy would need its memory twice.
+            donated = [i for i, tree in enumerate((params, model_state)) if donate or is_factory(tree)]
             params = _on_devices(params, shardings.params)
             model_state = _on_devices(model_state, shardings.model_state)
-            state: TrainState = jax.jit(init, out_shardings=shardings, donate_argnums=(0, 1) if donate else ())(
-                params, model_state
-            )
+            state: TrainState = jax.jit(init, out_shardings=shardings, donate_argnums=donated)(params, model_state)
         return state
 
     @user_facing

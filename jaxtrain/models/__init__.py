@@ -32,6 +32,8 @@ from jaxtrain.models.pretrained import FAMILIES as FAMILIES
 from jaxtrain.models.pretrained import PretrainedModel, from_pretrained, open_pretrained, save_pretrained
 from jaxtrain.models.resnet import RESNET_18, RESNET_34, RESNET_50, ResNet, ResNetConfig
 from jaxtrain.models.rope import Rope as Rope
+from jaxtrain.models.routed_experts import find_routed_experts as find_routed_experts
+from jaxtrain.models.routed_experts import routed_experts
 from jaxtrain.models.sequence_classifier import CLASSIFIERS as CLASSIFIERS
 from jaxtrain.models.sequence_classifier import NewHead, SequenceClassifier, SequenceClassifierConfig
 from jaxtrain.models.t5 import T5, T5Config
@@ -89,6 +91,7 @@ __all__ = [
     "peft",
     "quantize_params",
     "resnet",
+    "routed_experts",
     "running_statistics",
     "save_adapters",
     "save_pretrained",

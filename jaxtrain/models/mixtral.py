@@ -1,7 +1,6 @@
 """Mixtral (Jiang et al. 2024), as `transformers` computes it: a Llama whose MLPs are sparse mixtures of experts.
 
-Every token is routed to its `num_experts_per_tok` most likely experts. Tokens are sorted by expert, and one grouped
-product (`jax.lax.ragged_dot`) applies the weights of all experts, so no token is dropped or padded.
+Every token is routed to its `num_experts_per_tok` most likely experts (`jaxtrain.models.routed_experts`).
 """
 
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from jaxtrain.models.llama.config import fields_from_hf
 from jaxtrain.models.llama.model import gated_silu
 from jaxtrain.models.llama.parameters import name_table
 from jaxtrain.models.rope import DEFAULT, Rope
+from jaxtrain.models.routed_experts import routed_experts
 
 ROPE = replace(DEFAULT, rope_theta=1e6)
 """Default rotary embeddings, with the larger base that Mixtral was trained with."""
@@ -68,21 +68,17 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = x @ self.gate[...]
-        tokens, top_k = x.reshape(-1, x.shape[-1]), self.config.num_experts_per_tok
-        wide = logits.astype(np.promote_types(logits.dtype, np.float32)).reshape(tokens.shape[0], -1)
-        probabilities, experts = lax.top_k(jax.nn.softmax(wide, axis=-1), top_k)
+        wide = logits.astype(np.promote_types(logits.dtype, np.float32))
+        probabilities, chosen = lax.top_k(jax.nn.softmax(wide, axis=-1), self.config.num_experts_per_tok)
         weights = probabilities / probabilities.sum(axis=-1, keepdims=True)
-        order = jnp.argsort(experts.reshape(-1))
-        group_sizes = jnp.bincount(experts.reshape(-1), length=self.config.num_local_experts).astype(np.int32)
-        outputs = self.apply_experts(tokens[order // top_k], group_sizes)[jnp.argsort(order)]
-        mean = (outputs.reshape(tokens.shape[0], top_k, -1) * weights[..., None].astype(x.dtype)).sum(axis=1)
-        return mean.reshape(x.shape), logits
+        outputs = routed_experts(_swiglu, x, chosen, self.gate_up_proj[...], self.down_proj[...])
+        return (outputs * weights[..., None].astype(x.dtype)).sum(axis=-2), logits
 
-    def apply_experts(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        """Apply the experts to tokens [N, hidden_size] sorted by expert, `group_sizes` int32 [experts] of each."""
-        gate, up = jnp.split(lax.ragged_dot(x, self.gate_up_proj[...], group_sizes), 2, axis=-1)
-        hidden = checkpoint_name(gated_silu(gate, up), "hidden")
-        return lax.ragged_dot(hidden, self.down_proj[...], group_sizes)
+
+def _swiglu(x: jax.Array, group_sizes: jax.Array, gate_up_proj: jax.Array, down_proj: jax.Array) -> jax.Array:
+    gate, up = jnp.split(lax.ragged_dot(x, gate_up_proj, group_sizes), 2, axis=-1)
+    hidden = checkpoint_name(gated_silu(gate, up), "hidden")
+    return lax.ragged_dot(hidden, down_proj, group_sizes)
 
 
 class Mixtral(Llama):
@@ -120,21 +116,47 @@ def load_balancing_loss(router_logits: jax.Array, top_k: int, mask: jax.Array | 
     experts = router_logits.shape[-1]
     probabilities = jax.nn.softmax(router_logits, axis=-1)
     probabilities = probabilities.astype(np.promote_types(probabilities.dtype, np.float32))
-    _, indices = lax.top_k(probabilities, top_k)
-    counts = jax.nn.one_hot(indices, experts, dtype=probabilities.dtype).sum(axis=-2)
-    counted = jnp.ones(router_logits.shape[1:3], bool) if mask is None else mask
-    weights = jnp.broadcast_to(counted[None, ..., None].astype(probabilities.dtype), (*router_logits.shape[:-1], 1))
+    counts, weights = _choices(probabilities, top_k, mask)
     fractions, means = ((y * weights).sum((0, 1, 2)) / weights.sum() for y in (counts, probabilities))
     return experts * (fractions * means).sum()
 
 
+def expert_load(router_logits: jax.Array, top_k: int, mask: jax.Array | None = None) -> jax.Array:
+    """Compute the share of the tokens that each expert receives, as a metric; 1 / experts for each if balanced.
+
+    Args:
+      router_logits: [L, B, T, experts].
+      top_k: Number of experts per token.
+      mask: bool [B, T], True at the tokens to count; None for all.
+
+    Returns:
+      float [L, experts], in float32 at least. The sums over neighboring experts are the shares of the devices of the
+      mesh axis `expert`.
+
+    Example:
+      >>> expert_load(jnp.array([[[[0.0, 1.0, 2.0, 3.0]]]]), top_k=2).tolist()
+      [[0.0, 0.0, 0.5, 0.5]]
+    """
+    counts, weights = _choices(router_logits, top_k, mask)
+    return (counts * weights).sum((1, 2)) / (top_k * weights.sum((1, 2)))
+
+
+def _choices(probabilities: jax.Array, top_k: int, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Return whether each expert is among the `top_k` of a token, and the weight of the token, [L, B, T, 1]."""
+    dtype = np.promote_types(probabilities.dtype, np.float32)
+    _, indices = lax.top_k(probabilities, top_k)
+    counts = jax.nn.one_hot(indices, probabilities.shape[-1], dtype=dtype).sum(axis=-2)
+    counted = jnp.ones(probabilities.shape[1:3], bool) if mask is None else mask
+    return counts, jnp.broadcast_to(counted[None, ..., None].astype(dtype), (*probabilities.shape[:-1], 1))
+
+
 SHARDING = {
     "layers/mlp/gate": P(None, "fsdp", None),
-    "layers/mlp/gate_up_proj": P(None, None, "fsdp", "tensor"),
-    "layers/mlp/down_proj": P(None, None, "tensor", "fsdp"),
+    "layers/mlp/gate_up_proj": P(None, "expert", "fsdp", "tensor"),
+    "layers/mlp/down_proj": P(None, "expert", "tensor", "fsdp"),
     **llama.SHARDING,
 }
-"""Mesh axes that shard each axis, by parameter path; every expert is sharded as the MLP of a Llama."""
+"""Mesh axes that shard each axis, by parameter path; within an expert they are those of the MLP of a Llama."""
 
 EXPERTS = Layout(
     lambda x: x.swapaxes(-1, -2),

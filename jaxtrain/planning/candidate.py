@@ -57,7 +57,8 @@ def format_settings(recipe: Recipe) -> str:
     """
     micro_batch, k = recipe.batch_size // recipe.accumulate, recipe.accumulate
     sums = "" if recipe.gradient_sums == "whole" else f", {recipe.gradient_sums} gradient sums"
-    return f"micro-batch {micro_batch} × {k}, remat {recipe.remat}, {recipe.precision}{sums}"
+    kept = "" if recipe.reshard_after == "forward" else f", reshard after {recipe.reshard_after}"
+    return f"micro-batch {micro_batch} × {k}, remat {recipe.remat}, {recipe.precision}{sums}{kept}"
 
 
 def compile_candidate(recipe: Recipe, task: Task, device: Ceilings, devices: Sequence[Any] | None = None) -> Candidate:

@@ -2,8 +2,9 @@
 
 The training step of each candidate is compiled for abstract arrays, and XLA's memory analysis gives its peak memory.
 All candidates have the batch size of the recipe. With a given rematerialization, the largest micro-batch that fits is
-the fastest; it is found by bisection, because memory grows with the micro-batch. Stronger rematerialization is useful
-only if it permits a larger micro-batch.
+the fastest; it is found by bisection, because memory grows with the micro-batch: that of one for the whole batch is
+tried first, because it needs no gradient sums. Stronger rematerialization is useful only if it permits a larger
+micro-batch.
 """
 
 import dataclasses
@@ -19,12 +20,15 @@ from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.paths import partition
 from jaxtrain.planning.candidate import (
     Candidate,
+    abstract_batch,
     abstract_state,
     compile_candidate,
     compile_for_target,
     format_settings,
     planned_mesh,
 )
+from jaxtrain.planning.gathered_params import gathered_bytes, gathered_params_note
+from jaxtrain.planning.gpu import window_shapes
 from jaxtrain.planning.gradient_sums import GradientSums, gradient_sums, gradient_sums_note
 from jaxtrain.planning.state_parts import StatePart, state_parts
 from jaxtrain.run import Recipe, Task
@@ -50,6 +54,7 @@ class Plan:
       batch_norm: Whether the model has BatchNorm, so that the size of micro-batches affects training.
       state: The parts of the state of the recipe as given, on one device.
       sums: The bytes of the gradients of a window on one device.
+      gathered_bytes: The bytes of the parameters that a device keeps for a window with `reshard_after="window"`.
     """
 
     memory: int
@@ -58,6 +63,7 @@ class Plan:
     batch_norm: bool
     state: Sequence[StatePart] = ()
     sums: GradientSums = NO_SUMS
+    gathered_bytes: int = 0
 
     def fits(self, candidate: Candidate) -> bool:
         """Return whether a candidate fits into memory."""
@@ -83,8 +89,9 @@ def plan(
       on_compile: Called with each candidate before it is compiled.
       precisions: The precisions to compile; by default that of the recipe, and bf16 if it is faster or nothing fits.
       devices: The devices to compile for, of which a mesh takes the first; by default those of a run.
-      target: A GPU to compile for, which need not be here. Times are then predicted from its programs, and the loop
-        over layers is unrolled if that is faster, and has few enough launches to compile in minutes.
+      target: A GPU to compile for, which need not be here. Times are then predicted from its programs. Parameters
+        that fsdp shards stay gathered for a window if they fit and that is faster. The loop over layers is unrolled if
+        that is faster, and has few enough launches to compile in minutes.
 
     Returns:
       The candidates and the choice.
@@ -108,8 +115,11 @@ def plan(
             continue
         search.fill(precision)
     fitting = search.fitting()
-    if not fitting and recipe.gradient_sums == "whole" and parse_mesh(recipe.mesh or f"{FSDP}=1")[FSDP] > 1:
+    if not fitting and recipe.gradient_sums == "whole" and _is_on_fsdp(recipe):
         search.fill(recipe.precision, gradient_sums="sharded")
+        fitting = search.fitting()
+    if target is not None and fitting and _is_on_fsdp(recipe):
+        search.compile(dataclasses.replace(_fastest(fitting, own).recipe, reshard_after="window"))
         fitting = search.fitting()
     if target is not None and fitting and _unrolled_launches(_fastest(fitting, own)) <= MOST_LAUNCHES:
         search.unroll(_fastest(fitting, own))
@@ -121,7 +131,7 @@ def plan(
             f"{format_bytes(least.state_bytes)} of it for the state, with {format_settings(least.recipe)}: "
             "make the model smaller, or give it more memory"
         )
-    state, sums = _state(recipe, task, devices)
+    state, sums, gathered = _state(recipe, task, devices)
     return Plan(
         memory,
         list(search.done.values()),
@@ -129,7 +139,12 @@ def plan(
         batch_norm=task.shapes().model_state is not None,
         state=state,
         sums=sums,
+        gathered_bytes=gathered,
     )
+
+
+def _is_on_fsdp(recipe: Recipe) -> bool:
+    return recipe.mesh is not None and parse_mesh(recipe.mesh)[FSDP] > 1
 
 
 def _fastest(fitting: Sequence[Candidate], own: Candidate) -> Candidate:
@@ -144,11 +159,15 @@ def _least_bytes(recipe: Recipe, task: Task, devices: Sequence[Any] | None) -> i
     return sum(x.size * x.dtype.itemsize for x in leaves) // (1 if mesh is None else mesh.size)
 
 
-def _state(recipe: Recipe, task: Task, devices: Sequence[Any] | None) -> tuple[list[StatePart], GradientSums]:
+def _state(recipe: Recipe, task: Task, devices: Sequence[Any] | None) -> tuple[list[StatePart], GradientSums, int]:
     step, mesh = training_step(recipe, task), planned_mesh(recipe, devices)
     placed = step if mesh is None else shard(step, mesh, task.sharding)
     state = abstract_state(placed, task)
-    return state_parts(state, step.parts.frozen), gradient_sums(partition(state.params, step.parts.frozen)[0])
+    sums, gathered = gradient_sums(partition(state.params, step.parts.frozen)[0]), 0
+    if mesh is not None and mesh.shape[FSDP] > 1:
+        window = window_shapes(abstract_batch(recipe, task), mesh, recipe.accumulate)
+        gathered = gathered_bytes(placed, state, window, recipe.accumulate)
+    return state_parts(state, step.parts.frozen), sums, gathered
 
 
 def candidate_rows(found: Plan) -> Iterator[dict[str, Any]]:
@@ -182,6 +201,8 @@ def choice_notes(found: Plan) -> list[str]:
     if chosen.recipe.precision != own.recipe.precision:
         notes.append(f"nothing fits in {own.recipe.precision}: {chosen.recipe.precision} rounds differently")
     if (note := gradient_sums_note(chosen.recipe, found.sums)) is not None:
+        notes.append(note)
+    if (note := gathered_params_note(chosen.recipe, found.gathered_bytes)) is not None:
         notes.append(note)
     is_loop = chosen.program is not None and not chosen.recipe.unroll
     if is_loop and (launches := _unrolled_launches(chosen)) > MOST_LAUNCHES:

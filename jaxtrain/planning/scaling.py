@@ -21,6 +21,7 @@ from jaxtrain.distributed import AXES, DATA, data_parallel_size, make_mesh, pars
 from jaxtrain.errors import UserError
 from jaxtrain.paths import partition
 from jaxtrain.planning.candidate import abstract_batch, abstract_state, peak_bytes, trace_step
+from jaxtrain.planning.gathered_params import gathered_bytes
 from jaxtrain.planning.gradient_sums import GradientSums, gradient_sums
 from jaxtrain.run import Recipe
 from jaxtrain.runner import training_step
@@ -63,6 +64,7 @@ class DeviceShare:
       memory: Its memory.
       communication: The bytes that it sends.
       sums: The bytes of its gradients within a window.
+      gathered_bytes: The bytes of the parameters that it keeps for a window with `reshard_after="window"`.
       flops: Its FLOPs.
       seconds: Time of its arithmetic, estimated by a roofline.
       compile_s: Time of the compilation, in seconds.
@@ -73,6 +75,7 @@ class DeviceShare:
     memory: DeviceMemory
     communication: Communication
     sums: GradientSums
+    gathered_bytes: int
     flops: float
     seconds: float
     compile_s: float
@@ -228,19 +231,23 @@ class Scaling:
 
     def _compile(self, recipe: Recipe, shape: Mapping[str, int]) -> DeviceShare:
         begin = time.perf_counter()
-        memory, sent, sums = self._program(recipe, shape)
+        memory, sent, sums, gathered = self._program(recipe, shape)
         # Axes that do not shard rows shard the arithmetic of each row.
         flops, roofline = (x / (math.prod(shape.values()) // data_parallel_size(shape)) for x in self._unsharded_cost)
-        return DeviceShare(recipe, shape, memory, sent, sums, flops, roofline, time.perf_counter() - begin)
+        elapsed = time.perf_counter() - begin
+        return DeviceShare(recipe, shape, memory, sent, sums, gathered, flops, roofline, elapsed)
 
-    def _program(self, recipe: Recipe, shape: Mapping[str, int]) -> tuple[DeviceMemory, Communication, GradientSums]:
-        """Compile a step and return its memory, its communication and its gradients."""
+    def _program(
+        self, recipe: Recipe, shape: Mapping[str, int]
+    ) -> tuple[DeviceMemory, Communication, GradientSums, int]:
+        """Compile a step and return its memory, its communication, its gradients and its gathered parameters."""
         task, mesh = recipe.task(), make_mesh(recipe.mesh, self._devices[: math.prod(shape.values())])
         step, state, window, lowered = trace_step(recipe, task, mesh)
         program = lowered.compile(_WITHOUT_CODE)
         sums = gradient_sums(partition(state.params, step.parts.frozen)[0])
         memory = _memory(state, sums.kept(recipe), window, program)
-        return memory, communication(program.as_text(), mesh.shape), sums
+        gathered = gathered_bytes(step, state, window, recipe.accumulate)
+        return memory, communication(program.as_text(), mesh.shape), sums, gathered
 
     @cached_property
     def _unsharded_cost(self) -> tuple[int, float]:

@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from numpy.typing import NDArray
 
 import jaxtrain as jt
 from jaxtrain.data import (
+    Example,
+    Mixture,
     Source,
     Tokenizer,
     TokenWindows,
@@ -23,6 +26,7 @@ from jaxtrain.data import (
     tokenizer,
     unigram_entropy,
 )
+from jaxtrain.data.corpus import corpus_mixtures, named_corpora
 from jaxtrain.models import Sampling, functional, stream, stream_text
 from jaxtrain.run import Input, Signature, row_weights
 
@@ -30,6 +34,7 @@ BYTES = 256
 PROMPT = "def "
 SAMPLE_TOKENS = 300
 TEMPERATURE = 0.8
+_ENTROPY_ROWS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,7 @@ class LanguageRecipe(jt.Recipe):
     """A causal language model."""
 
     data: Path | None = None
-    """Path of your own data, instead of the recipe's."""
+    """Path of your own data, instead of the recipe's; or folders of tokens with weights, as "web=0.7,code=0.3"."""
     steps: int = 600
     batch_size: int = 16
     lr: float = 4e-3
@@ -102,7 +107,7 @@ class LanguageRecipe(jt.Recipe):
             bounds={"segments": self.seq_len + 1, "positions": self.seq_len},
             description={
                 "text": str(self.data) if self.data else "the source of Python's standard library",
-                "rows": f"{len(train):,} for training, {len(validation):,} for validation",
+                "rows": f"{_row_counts(train)} for training, {len(validation):,} for validation",
             },
             references={"unigram entropy": entropy},
             sample=sample,
@@ -111,10 +116,34 @@ class LanguageRecipe(jt.Recipe):
 
     def rows(self, texts: Tokenizer) -> tuple[Source, Source, float]:
         """Return (train, validation, unigram entropy of the validation tokens): windows over all text, or packed."""
+        if corpora := named_corpora(self.data):
+            mixtures = corpus_mixtures(corpora, texts, self.seq_len, self.packing)
+            return *mixtures, _entropy(mixtures.validation)
         train, validation = split_documents(self.data, texts, self.text_column)
         if not self.packing and (self.data is None or not is_table(self.data)):
             windows = TokenWindows(train.tokens, self.seq_len), TokenWindows(validation.tokens, self.seq_len)
             return *windows, unigram_entropy(validation.tokens)
         packed = subsample(pack(validation, self.seq_len, pad=0), self.eval_sequences)
-        targets = [packed[i]["targets"][packed[i]["segments"] > 0] for i in range(len(packed))]
-        return pack(train, self.seq_len, pad=0), packed, unigram_entropy(np.concatenate(targets))
+        return pack(train, self.seq_len, pad=0), packed, _entropy(packed)
+
+
+def _row_counts(train: Source) -> str:
+    """Return the number of rows, or that of each source of a mixture with its share of the batches."""
+    if not isinstance(train, Mixture):
+        return f"{len(train):,}"
+    shares = (count / sum(train.counts) for count in train.counts)
+    return " and ".join(
+        f"{len(source):,} ({share:.4g})" if share < 1 else f"{len(source):,}"
+        for source, share in zip(train.sources, shares, strict=True)
+    )
+
+
+def _entropy(rows: Source) -> float:
+    """Return the unigram entropy of the targets in the first rows."""
+    examples = [rows[i] for i in range(min(len(rows), _ENTROPY_ROWS))]
+    return unigram_entropy(np.concatenate([_targets(example) for example in examples]))
+
+
+def _targets(row: Example) -> NDArray[np.int32]:
+    targets: NDArray[np.int32] = row["targets"][row["segments"] > 0] if "segments" in row else row["tokens"][1:]
+    return targets

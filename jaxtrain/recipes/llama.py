@@ -12,8 +12,8 @@ from jaxtrain.recipes.language import LanguageRecipe
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaRecipe(LanguageRecipe):
-    """A byte-level Llama on the source of Python's standard library, or on --data: a FILE_OR_FOLDER of text, or a
-    TABLE (Parquet, Arrow, a saved dataset)."""
+    """A byte-level Llama on the source of Python's standard library, or on --data: a FILE_OR_FOLDER of text, a TABLE
+    (Parquet, Arrow, a saved dataset), or FOLDERs of tokens that `jaxtrain data tokenize` wrote."""
 
     num_hidden_layers: int = 4
     """Number of transformer blocks."""

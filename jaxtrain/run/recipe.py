@@ -55,6 +55,9 @@ class Recipe:
     gradient_sums: Literal["whole", "sharded"] = "whole"
     """Along fsdp, what a device keeps of the gradients between micro-batches: whole sums of its own rows', added over
     devices once an update, or its part of the sums over all rows, added in every micro-batch to save memory."""
+    reshard_after: Literal["forward", "window"] = "forward"
+    """Along fsdp, how long a device keeps gathered parameters: for a layer's forward pass, and again for its backward
+    pass, or for all micro-batches of an update."""
     remat: str = "none"
     """Rematerialization of blocks: none, full, or all but dots, dots_no_batch, names:A,B or offload:A,B."""
     unroll: bool = False

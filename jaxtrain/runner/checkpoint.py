@@ -26,7 +26,6 @@ from types import TracebackType
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
@@ -34,6 +33,7 @@ from jaxtrain.paths import merge
 from jaxtrain.run import Recipe, Task
 from jaxtrain.runner.manifest import DamagedCheckpoint, sync, verify, write_manifest
 from jaxtrain.runner.optimizer import state_shapes, training_step
+from jaxtrain.runner.state_files import StateFiles
 from jaxtrain.runner.unsaved import Unsaved
 from jaxtrain.step import TrainState
 
@@ -91,8 +91,7 @@ class Checkpoints:
         self._retention = retention or Retention()
         self._unsaved = unsaved or Unsaved()
         self._digests = self._unsaved.saved_digests()  # before the run goes on, and the files may change
-        # Compressing nearly random numbers would take the cores from the steps, for a fifth of the size.
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+        self._files = StateFiles()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._commit: tuple[int, Future[None]] | None = None
         self._losses: dict[int, float | None] = {}
@@ -114,7 +113,7 @@ class Checkpoints:
             self._thread.shutdown()
             # A failed save was raised already; closing orbax would raise its other errors.
             with contextlib.suppress(*[Exception] if self._has_failed else []):
-                self._orbax.close()
+                self._files.close()
             logging.getLogger("absl").removeFilter(_not_from_orbax)
             if sys.unraisablehook == self._hook:  # else another library has chained its own to it
                 sys.unraisablehook = self._previous_hook
@@ -204,7 +203,7 @@ class Checkpoints:
         """
         folder = Path(processes.once(lambda: str(self._verified(on_damaged, before))))
         self._check_digests(folder)
-        state = self._unsaved.complete_state(self._read(folder, self._unsaved.saved_state(like)), like)
+        state = self._unsaved.complete_state(self._files.read(folder / _STATE, self._unsaved.saved_state(like)), like)
         return state, json.loads((folder / _RUN).read_text())["data"]
 
     def restore_params(self, like: Any, *, average: Any = None) -> Any:
@@ -224,28 +223,12 @@ class Checkpoints:
         if average is not None:
             rest = jax.tree.map(lambda x, like: like if x is None else None, average, rest, is_leaf=lambda x: x is None)
         parts = {name: part for name, part in (("params", rest), ("ema", average)) if jax.tree.leaves(part)}
-        saved = {"params": rest, **self._read(folder, parts, partial_restore=True)}
+        saved = {"params": rest, **self._files.read(folder / _STATE, parts, partial_restore=True)}
         params = saved["params"] if average is None else merge(saved["ema"], saved["params"])
         return self._unsaved.complete(params, like)
 
     def _check_digests(self, folder: Path) -> None:
         self._unsaved.check_digests(json.loads((folder / _RUN).read_bytes()).get("digests"))
-
-    def _read(self, folder: Path, like: Any, **how: bool) -> Any:
-        """Read the tree `like`. Raises `UserError` if another was saved: orbax would convert it silently."""
-        saved, expected = _kinds(self._orbax.metadata(folder / _STATE).item_metadata.tree), _kinds(like)
-        if how.get("partial_restore"):
-            saved = {name: saved[name] for name in saved.keys() & expected.keys()}
-        for name in sorted(saved.keys() | expected.keys()):
-            if saved.get(name) != expected.get(name):
-                raise UserError(
-                    f"{folder} has {saved.get(name, 'nothing')} at {name} where this recipe's state has "
-                    f"{expected.get(name, 'nothing')}: the recipe, config.json or jaxtrain has changed since: undo "
-                    "that, or start a new run with another --out"
-                )
-        item = _abstract(like)
-        shardings = ocp.checkpoint_utils.construct_restore_args(item)
-        return self._orbax.restore(folder / _STATE, args=ocp.args.PyTreeRestore(item, shardings, **how))
 
     def _partial(self, step: int) -> Path:
         return self._path / f"{step}{_PARTIAL}"
@@ -255,11 +238,11 @@ class Checkpoints:
         self._finish(step, data, eval_loss)
 
     def _begin(self, step: int, state: TrainState) -> None:
-        self._orbax.save(self._partial(step) / _STATE, args=ocp.args.PyTreeSave(state))
+        self._files.save(self._partial(step) / _STATE, state)
 
     def _finish(self, step: int, data: dict[str, Any], eval_loss: float | None) -> None:
         """Commit a save, then evict: in this order, so that a kill leaves an intact checkpoint at any moment."""
-        self._orbax.wait_until_finished()
+        self._files.wait()
         if not processes.is_first():
             return
         partial = self._partial(step)
@@ -372,21 +355,6 @@ def _in_host_memory(state: TrainState) -> bool:
 @jax.jit
 def _copied(state: TrainState) -> TrainState:
     return jax.tree.map(jax.numpy.copy, state)
-
-
-def _abstract(tree: Any) -> Any:
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here), tree)
-
-
-def _kinds(tree: Any) -> dict[str, str]:
-    """Return dtype and shape by name, as saved; of a random key those of its data."""
-
-    def key_data(x: Any) -> Any:
-        return jax.eval_shape(jax.random.key_data, x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-    leaves = {name: key_data(x) for name, x in ocp.tree.to_flat_dict(tree, sep="/").items()}
-    return {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()}
 
 
 def _eval_loss(folder: Path) -> float | None:

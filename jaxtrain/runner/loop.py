@@ -20,6 +20,7 @@ from jaxtrain.runner.guards import RunInvalid, Spike, write_batch
 from jaxtrain.runner.lock import RunLock, check_free
 from jaxtrain.runner.out_of_memory import explain_out_of_memory
 from jaxtrain.runner.position import Position
+from jaxtrain.runner.process_watch import Phase, ProcessWatch
 from jaxtrain.runner.signals import StopSignals
 from jaxtrain.runner.training import Evaluation, Training, build_training
 from jaxtrain.runner.unsaved import Unsaved
@@ -54,6 +55,7 @@ class Session(NamedTuple):
     console: Console
     trace: LoopTrace | None
     events: Events
+    watch: ProcessWatch
 
 
 def run_training(
@@ -110,7 +112,8 @@ def run_training(
             processes.once(lambda: run.write_config(name, recipe))
         unsaved = Unsaved.of(training.task)
         with Checkpoints(run.checkpoints, retention, unsaved) as checkpoints, position.running():
-            session = Session(training, position, checkpoints, run, console, trace, events or Events())
+            watch = ProcessWatch(console.message)
+            session = Session(training, position, checkpoints, run, console, trace, events or Events(), watch)
             if resuming:
                 state = _restore(session, state)
                 processes.once(lambda: run.write_config(name, recipe))
@@ -120,8 +123,13 @@ def run_training(
                     f"step {int(state.step)} of {recipe.steps} is done: continue training with --resume --steps N"
                 )
                 return _outcome(session, state, 0)
-            _compile(session, state, batch)
-            state, exit_status = _train_through(session, state, first)
+            watch.enter(Phase.COMPILE, int(state.step))
+            with watch:
+                _compile(session, state, batch)
+                # Collectives wait for a process that compiles longer, but not for ever.
+                watch.enter(Phase.STEP, int(state.step))
+                processes.wait_for_all()
+                state, exit_status = _train_through(session, state, first)
     return _outcome(session, state, exit_status)
 
 
@@ -184,7 +192,7 @@ def _train_through(session: Session, state: TrainState, first: Evaluation | None
 
     `first` is the evaluation of a new run's initial state. Raises `RunFailed` if the run cannot continue.
     """
-    training, position, checkpoints, run, console, _, events = session
+    training, position, checkpoints, run, console, _, events, _ = session
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     while True:
         with metrics_log(run.metrics, run.tensorboard, from_step=int(state.step) + (first is None)) as log:
@@ -240,7 +248,7 @@ def _train(session: Session, state: TrainState, log: MetricsLog | NoMetricsLog) 
 
     Raises `RunInvalid` for a step after which the run cannot continue.
     """
-    training, position, checkpoints, run, console, trace, events = session
+    training, position, checkpoints, run, console, trace, events, watch = session
     recipe, guard, interval, patience = training.recipe, position.guard, position.interval, position.patience
     saving = None  # the step of a checkpoint that is not reported yet
     with StopSignals() as stop, console.progress(int(state.step), recipe.steps, training.task.unit) as progress:
@@ -248,14 +256,18 @@ def _train(session: Session, state: TrainState, log: MetricsLog | NoMetricsLog) 
         for i in range(int(state.step) + 1, recipe.steps + 1):
             if trace:
                 trace.before(i, state)
+            watch.enter(Phase.READ, i)
             batch = next(position.batches)
+            watch.enter(Phase.STEP, i)
             state, metrics = training.dispatch(state, batch)
             position.add(DispatchedStep(i, batch, metrics))
             events.step(i, metrics, state)
             line, score, evaluation = None, None, None
             if interval.is_due(i) or i == recipe.steps or guard.reached_skip_limit:
                 line = position.line(i, state)
+                line = replace(line, other={**line.other, **watch.metrics()})
             if i % recipe.eval_every == 0 or i == recipe.steps:
+                watch.enter(Phase.EVALUATE, i)
                 evaluation = training.evaluate(state)
                 line = replace(line or LogLine(step=i), evaluation=evaluation.metrics)
                 score = patience.add(evaluation.metrics)
@@ -263,6 +275,7 @@ def _train(session: Session, state: TrainState, log: MetricsLog | NoMetricsLog) 
                 if recipe.histograms:
                     log.histograms(i, histograms(state.params))
                 interval.restart_clock()
+            watch.enter(Phase.LOG, i)
             media = events.take_media()
             if line or media:
                 log.write(line or LogLine(step=i), media)
@@ -279,6 +292,7 @@ def _train(session: Session, state: TrainState, log: MetricsLog | NoMetricsLog) 
                 saving = None
             is_last = stop.wanted(i) or i == recipe.steps or is_stuck or patience.is_exhausted
             if i % recipe.save_every == 0 or is_last or events.error:
+                watch.enter(Phase.SAVE, i)
                 guard.check(state)
                 # A stop has no line: the resumed run logs what an uninterrupted one would have.
                 checkpoints.save(state, position.state(), score)

@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxtrain.run_folder import sync
 
 NAME = "manifest.json"
+_THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))  # each computes a checksum at 1 to 2 GB/s
 
 
 class DamagedCheckpoint(Exception):  # noqa: N818
@@ -15,10 +18,15 @@ class DamagedCheckpoint(Exception):  # noqa: N818
 
 def write_manifest(folder: Path) -> None:
     """Write the manifest of every file under `folder`; all of them are on disk when this returns."""
-    files = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+    def written(path: Path) -> dict[str, int | str]:
         sync(path)
+        return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = zip(paths, threads.map(written, paths), strict=True)
+        files = {path.relative_to(folder).as_posix(): file for path, file in found}
     (folder / NAME).write_text(json.dumps({"files": files}, indent=1) + "\n")
     sync(folder / NAME)
     for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
@@ -27,7 +35,8 @@ def write_manifest(folder: Path) -> None:
 
 def verify(folder: Path) -> None:
     """Verify every file of the manifest. Raises `DamagedCheckpoint` if one differs."""
-    for name, written in _files(folder).items():
+
+    def check(name: str, written: dict[str, int | str]) -> None:
         path = folder / name
         try:
             if path.stat().st_size != written["bytes"]:
@@ -38,6 +47,11 @@ def verify(folder: Path) -> None:
             raise DamagedCheckpoint(f"{name} is missing") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedCheckpoint(f"{name} cannot be read: {error}") from None
+
+    files = _files(folder)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for _ in threads.map(check, files, files.values()):  # raises the first error
+            pass
 
 
 def _files(folder: Path) -> dict[str, dict[str, int | str]]:

@@ -59,6 +59,7 @@ def training_step(recipe: Recipe, task: Task) -> TrainStep:
         allow_recompile=recipe.allow_recompile,
         deterministic=recipe.deterministic,
         gradient_sums=recipe.gradient_sums,
+        reshard_after=recipe.reshard_after,
     )
 
 

@@ -115,7 +115,9 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
     if mesh is None:
         check_memory(task.create, frozen=frozen(recipe, task))
     else:
-        check_memory(task.create, mesh.shape["fsdp"] * mesh.shape["tensor"], frozen(recipe, task))
+        check_memory(
+            task.create, mesh.shape["fsdp"] * mesh.shape["expert"] * mesh.shape["tensor"], frozen(recipe, task)
+        )
         step = shard(step, mesh, task.sharding)
         rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
     loader = task_batches(task, recipe, rows, message)

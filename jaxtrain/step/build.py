@@ -189,6 +189,7 @@ def train_step(
     allow_recompile: int | None = None,
     deterministic: bool = False,
     gradient_sums: str = "whole",
+    reshard_after: str = "forward",
 ) -> TrainStep:
     """Build the jitted training step of a loss function under an optimizer.
 
@@ -218,6 +219,10 @@ def train_step(
       gradient_sums: What a device of the mesh axis fsdp keeps between the micro-batches of a window: "whole" for the
         sums of its own rows' gradients, added over devices once a window; "sharded" for its part of the sums over all
         rows, added over devices in every micro-batch, which takes less memory.
+      reshard_after: How long a device of the mesh axis fsdp keeps the parameters that it has gathered: "forward" for
+        the forward pass of a layer, and again for its backward pass, in every micro-batch (ZeRO-3); "window" for all
+        micro-batches of a window, in the dtypes that the step computes in, which takes more memory (ZeRO-2,
+        `reshard_after_forward=False` of PyTorch's `fully_shard`).
 
     Returns:
       A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
@@ -250,6 +255,7 @@ def train_step(
         hooks=hooks,
         allow_recompile=allow_recompile,
         gradient_sums=gradient_sums,
+        reshard_after=reshard_after,
     )
     numerics = policy(precision)
     loss = LossProgram(loss_fn, numerics, hooks=hooks or {}, unroll=unroll, remat=remat)
@@ -264,6 +270,7 @@ def train_step(
         frozen=frozen,
         ema=ema,
         gradient_sums=gradient_sums,
+        reshard_after=reshard_after,
     )
     return TrainStep(parts, allow_recompile, deterministic)
 

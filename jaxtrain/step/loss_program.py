@@ -1,6 +1,6 @@
 """The loss computation of a step: a loss_fn and the program transforms applied to it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,7 +20,12 @@ from jaxtrain.transforms import (
     save_costly,
     split_products,
     unroll,
+    used_dtypes,
+    with_copies,
 )
+
+Gather = Callable[[Any, Any], Any]
+"""`gather(params, dtypes)` gathers parameters in these dtypes; None for those that every device has already."""
 
 
 def identity(compute: Compute) -> Compute:
@@ -40,6 +45,7 @@ class LossProgram(NamedTuple):
       constrain: Adds the sharding constraints of a mesh; the identity on one device.
       platform: The platform that the program is compiled for; None for that of the default backend.
       groups: Groups of rows whose gradients are summed once a window; None to sum over all rows at once.
+      gather: Gathers the parameters of which every device keeps a copy for the window; None to keep none.
     """
 
     loss_fn: LossFn
@@ -50,14 +56,15 @@ class LossProgram(NamedTuple):
     constrain: Callable[[Compute], Compute] = identity
     platform: str | None = None
     groups: Groups | None = None
+    gather: Gather | None = None
 
     @property
     def is_on_mesh(self) -> bool:
         """Whether the program is one for a mesh."""
         return self.constrain is not identity
 
-    def transforms(self) -> list[Callable[..., Any]]:
-        """Return the transforms in order of application: each rewrites the program of all before it."""
+    def numerics(self) -> list[Callable[..., Any]]:
+        """Return the first transforms, in order of application; they decide the dtype of every operation."""
         return [
             # Innermost, so that an error about the loss_fn's result names what the loss_fn itself returned.
             partial(validated, differentiable=True),
@@ -67,6 +74,14 @@ class LossProgram(NamedTuple):
             partial(add_hooks, hooks=self.hooks),
             # Decides every operation's dtype; what follows only changes how operations are computed.
             partial(self.policy.apply, state_argnums=(3,)),
+        ]
+
+    def transforms(self, copies: Any = None) -> list[Callable[..., Any]]:
+        """Return the transforms in order of application: each rewrites the program of all before it."""
+        return [
+            *self.numerics(),
+            # After autocast, in whose dtypes the copies are.
+            identity if copies is None else partial(with_copies, copies=copies),
             # After autocast, whose products it differentiates group by group.
             identity if self.groups is None else partial(partial_gradients, groups=self.groups),
             # After autocast, which chooses the products. On a mesh, parts of a sharded weight would be gathered.
@@ -89,6 +104,26 @@ class LossProgram(NamedTuple):
             losses_in_float32,
         ]
 
-    def compute(self) -> Compute:
-        """Return the transformed loss_fn, `compute(params, batch, rng, model_state)`."""
-        return reduce(lambda compute, transform: transform(compute), self.transforms(), self.loss_fn)
+    def compute(self, copies: Any = None) -> Compute:
+        """Return the transformed loss_fn, `compute(params, batch, rng, model_state)`.
+
+        Args:
+          copies: What `copies` returned for the parameters.
+        """
+        return self._apply(self.transforms(copies))
+
+    def copies(self, params: Any, *rest: Any) -> Any:
+        """Return gathered copies of the parameters in the dtypes in which `compute(params, …)` uses them.
+
+        None for parameters without a copy, and if there is none to keep.
+        """
+        if self.gather is None:
+            return None
+        return self.gather(params, self.used_dtypes(params, *rest))
+
+    def used_dtypes(self, params: Any, *rest: Any) -> Any:
+        """Return the dtypes in which `compute(params, …)` uses the parameters; None for tables that it looks up in."""
+        return used_dtypes(self._apply(self.numerics()))(params, *rest)
+
+    def _apply(self, transforms: Sequence[Callable[..., Any]]) -> Any:
+        return reduce(lambda compute, transform: transform(compute), transforms, self.loss_fn)

@@ -19,6 +19,7 @@ def check_options(
     hooks: Any,
     allow_recompile: Any,
     gradient_sums: Any,
+    reshard_after: Any,
 ) -> None:
     """Raise `UserError` for an option of another type, or out of range."""
     if not callable(accumulate) and (not _is_int(accumulate) or accumulate < 1):
@@ -56,6 +57,8 @@ def check_options(
         )
     if gradient_sums not in ("whole", "sharded"):
         raise UserError(f"gradient_sums must be 'whole' or 'sharded', got {gradient_sums!r}: use 'whole'")
+    if reshard_after not in ("forward", "window"):
+        raise UserError(f"reshard_after must be 'forward' or 'window', got {reshard_after!r}: use 'forward'")
 
 
 def _is_int(x: Any) -> bool:

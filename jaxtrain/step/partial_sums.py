@@ -3,14 +3,13 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxtrain.transforms import Groups, Partial
 
 
 def zero_sums(trained: Any, groups: Groups) -> Any:
     """Return zeros [groups, …] for every trained parameter, None for the others."""
-    return jax.tree.map(lambda x: groups.shard(jnp.zeros((groups.size, *x.shape), x.dtype)), trained)
+    return groups.zeros(trained)
 
 
 def with_sums(params: Any, sums: Any) -> Any:

@@ -31,7 +31,7 @@ from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.clip import clip_grad_norm, clip_grad_value
 from jaxtrain.step.ema import update_ema
 from jaxtrain.step.learning_rate import used_learning_rate
-from jaxtrain.step.loss_program import LossProgram
+from jaxtrain.step.loss_program import Gather, LossProgram
 from jaxtrain.step.loss_scale import current_scale, found_inf
 from jaxtrain.step.mistakes import describe, same_structure
 from jaxtrain.step.nonfinite import Nonfinite, locate_nonfinite
@@ -59,6 +59,8 @@ class StepParts(NamedTuple):
       frozen: Predicate on the paths of parameters that are not trained.
       ema: Decay of the parameters' moving average, or None.
       gradient_sums: Along fsdp, whether devices keep "whole" sums of a window's gradients, or "sharded" ones.
+      reshard_after: Along fsdp, whether devices keep gathered parameters until a layer's "forward" pass has ended, or
+        until the "window" has.
     """
 
     loss: LossProgram
@@ -71,15 +73,20 @@ class StepParts(NamedTuple):
     frozen: Frozen
     ema: float | None
     gradient_sums: str = "whole"
+    reshard_after: str = "forward"
 
     def constrained(
-        self, constrain: Callable[[Compute], Compute], platform: str, groups: Groups | None = None
+        self,
+        constrain: Callable[[Compute], Compute],
+        platform: str,
+        groups: Groups | None = None,
+        gather: Gather | None = None,
     ) -> "StepParts":
         """Return the parts of the same step on a mesh of a platform, whose sharding constraints `constrain` adds.
 
-        The gradients of `groups` of rows are added once a window.
+        The gradients of `groups` of rows are added once a window, and `gather` gathers parameters once a window.
         """
-        return self._with_loss(self.loss._replace(constrain=constrain, platform=platform, groups=groups))
+        return self._with_loss(self.loss._replace(constrain=constrain, platform=platform, groups=groups, gather=gather))
 
     def for_platform(self, platform: str) -> "StepParts":
         """Return the parts of the same step compiled for a platform."""
@@ -175,22 +182,27 @@ def window_step(parts: StepParts, state: TrainState, micro_batches: Any) -> tupl
 
 
 def micro_gradient(
-    parts: StepParts,
-    state: TrainState,
-    micro_batch: Any,
-    k: Any,
-    *,
-    in_loop: bool = False,
-    groups: Groups | None = None,
+    parts: StepParts, state: TrainState, micro_batch: Any, k: Any, *, in_loop: bool = False, copies: Any = None
 ) -> Gradient:
-    """Scale and differentiate the loss of one of a window's k micro-batches; with `groups` of rows, by group."""
+    """Scale and differentiate the loss of one of a window's k micro-batches.
+
+    Args:
+      parts: The parts of the step.
+      state: The state.
+      micro_batch: The micro-batch.
+      k: Micro-batches of the window.
+      in_loop: Whether the window's loop calls it, which adds the gradients of groups of rows at its end.
+      copies: What `parts.loss.copies` returned for the parameters.
+    """
+    compute_loss = parts.compute_loss if copies is None else parts.loss.compute(copies)
     trained, frozen = partition(state.params, parts.frozen)
     rng = micro_batch_key(state.rng, state.micro_step)
     scale = current_scale(state.loss_scale)
+    groups = parts.loss.groups if in_loop else None
 
     def scaled_loss(variables: Any) -> tuple[jax.Array, Any]:
         params = merge(variables, frozen) if groups is None else with_sums(state.params, variables)
-        loss, metrics, model_state = parts.compute_loss(params, micro_batch, rng, state.model_state)
+        loss, metrics, model_state = compute_loss(params, micro_batch, rng, state.model_state)
         # The mean over k, as PyTorch's loops divide it, so that fp16 overflows and underflows at the same scales.
         mean = loss.total / (nonzero_weight(loss.weight) * jnp.asarray(k, loss.weight.dtype))
         return mean * jnp.asarray(scale, mean.dtype), (loss, metrics, model_state)
@@ -206,19 +218,20 @@ def micro_gradient(
 
 def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: int) -> Gradient:
     """Accumulate the gradients of a window's micro-batches, in order."""
-    groups = parts.loss.groups
+    first = micro_batches if k == 1 else jax.tree.map(lambda x: x[0], micro_batches)
+    copies = parts.loss.copies(state.params, first, micro_batch_key(state.rng, state.micro_step), state.model_state)
     if k == 1:
-        gradient = micro_gradient(parts, state, micro_batches, k, groups=groups)
-        return gradient if groups is None else gradient._replace(grads=groups.add(gradient.grads))
+        return micro_gradient(parts, state, micro_batches, k, copies=copies)
 
     def add(carry: tuple[Window, Any], i_and_micro_batch: tuple[jax.Array, Any]) -> tuple[tuple[Window, Any], Any]:
         (window, model_state), (i, micro_batch) = carry, i_and_micro_batch
         at_i = state._replace(micro_step=state.micro_step + i, model_state=model_state)
-        gradient = micro_gradient(parts, at_i, micro_batch, k, in_loop=True, groups=groups)
+        gradient = micro_gradient(parts, at_i, micro_batch, k, in_loop=True, copies=copies)
         return (add_micro_batch(window, gradient.grads, gradient.loss, k), gradient.model_state), gradient.metrics
 
     numbered = (jnp.arange(k, dtype=np.int32), micro_batches)
     trained, _ = partition(state.params, parts.frozen)
+    groups = parts.loss.groups
     window = open_window(trained if groups is None else zero_sums(trained, groups))
     pipelines_layers = parts.loss.is_on_mesh and parts.loss.platform == "gpu" and k <= LONGEST
     start = window, state.model_state

@@ -3,6 +3,9 @@
 from jaxtrain.transforms.bias import biased_products as biased_products
 from jaxtrain.transforms.casts import in_float32 as in_float32
 from jaxtrain.transforms.casts import widen as widen
+from jaxtrain.transforms.gathered import DIVIDED_LOOKUP as DIVIDED_LOOKUP
+from jaxtrain.transforms.gathered import used_dtypes as used_dtypes
+from jaxtrain.transforms.gathered import with_copies as with_copies
 from jaxtrain.transforms.hooks import Hook as Hook
 from jaxtrain.transforms.hooks import add_hooks as add_hooks
 from jaxtrain.transforms.hooks import hook
@@ -10,7 +13,6 @@ from jaxtrain.transforms.logits import overwrite_logits as overwrite_logits
 from jaxtrain.transforms.loops import at_most as at_most
 from jaxtrain.transforms.loops import most_times as most_times
 from jaxtrain.transforms.merged_rows import UnmergeRows as UnmergeRows
-from jaxtrain.transforms.partial_gradients import DIVIDED_LOOKUP as DIVIDED_LOOKUP
 from jaxtrain.transforms.partial_gradients import Groups as Groups
 from jaxtrain.transforms.partial_gradients import Partial as Partial
 from jaxtrain.transforms.partial_gradients import partial_gradients as partial_gradients

@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.transforms.biased_product import biased_product
+from jaxtrain.transforms.gathered import DIVIDED_LOOKUP, GATHERED_COPY
 
 
 class Partial(NamedTuple):
@@ -47,6 +49,15 @@ class Groups:
 
     def __init__(self, axes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
         self.axes, self.sizes, self.size = axes, sizes, math.prod(sizes)
+
+    def of_sums(self, sums: jax.Array) -> "Groups":
+        """Return the groups of these sums, [groups, …]: fewer for parameters that groups have of their own."""
+        del sums
+        return self
+
+    def zeros(self, params: Any) -> Any:
+        """Return zeros [groups, …] for every parameter."""
+        return jax.tree.map(lambda x: self.shard(jnp.zeros((self.size, *x.shape), x.dtype)), params)
 
     def shard(self, x: jax.Array, like: Any = None) -> jax.Array:
         """Shard an array [groups, …]: its first axis over the groups, its others as the sharding `like` does."""
@@ -115,20 +126,26 @@ def partial_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[.
 _LAYOUT = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "slice", "copy"})
 _SUMS = frozenset({"add", "sub"})
 CONVOLUTION = "conv_general_dilated"
-DIVIDED_LOOKUP = "divided_lookup"
-"""Name of a jitted function of a table and indices that looks up rows, and moves them between devices meanwhile."""
 _CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
 
 
-def _rule(groups: Groups) -> jaxpr.Rule:
+def _rule(of_rows: Groups) -> jaxpr.Rule:
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
         name = eqn.primitive.name
         is_lookup = jaxpr.is_call(eqn, DIVIDED_LOOKUP)
-        if not any(map(_is_partial, args)) or (name in _CALLS and not is_lookup):
+        if not any(map(_is_partial, args)):
+            return None
+        if jaxpr.is_call(eqn, GATHERED_COPY):
+            (_, sums), copy = args
+            return [Partial(copy, lax.convert_element_type(sums, copy.dtype))]
+        if name in _CALLS and not is_lookup:
             return None
         if name == "scan":
-            return _scan(eqn, args, run, groups)
-        if (rows := _row_axes(eqn, args)) and rows.size % groups.size == 0:
+            return _scan(eqn, args, run, of_rows)
+        if name == "shard_map":
+            return _shard_map(eqn, args, run, of_rows)
+        groups, *others = {own.size: own for own in (of_rows.of_sums(x.sums) for x in args if _is_partial(x))}.values()
+        if not others and (rows := _row_axes(eqn, args)) and rows.size % groups.size == 0:
             return [_by_group(eqn, args, rows, groups)]
         if name == "sharding_constraint":
             (x,) = args
@@ -138,7 +155,7 @@ def _rule(groups: Groups) -> jaxpr.Rule:
             x, rest = args[0], args[1:]
             by_group = jax.vmap(lambda part: jaxpr.bind(eqn, [part, *rest])[0], spmd_axis_name=groups.axes)
             return [Partial(jaxpr.bind(eqn, [x.value, *rest])[0], by_group(x.sums))]
-        values = [_summed(x, groups) for x in args]
+        values = [_summed(x, of_rows) for x in args]
         rebuild = jaxpr.HIGHER_ORDER.get(name)
         return jaxpr.bind(eqn, values) if rebuild is None else rebuild(eqn, values, run)
 
@@ -162,6 +179,43 @@ def _scan(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run, groups: Groups) -> lis
         return [_summed(x, groups) for x in run(body, body_consts, body_args)]
 
     return jaxpr.HIGHER_ORDER["scan"](eqn, [*consts, *carry, *xs], summed)
+
+
+def _shard_map(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run, of_rows: Groups) -> list[Any]:
+    """Compute each group with its own copy of a parameter, the gradients of which are the partial sums."""
+    body, manual, specs = eqn.params["jaxpr"], eqn.params["newly_manual_axes"], [*eqn.params["in_specs"]]
+    options = {"mesh": eqn.params["mesh"], "axis_names": manual}
+    copied = set()
+    for i, x in enumerate(args):
+        if _is_partial(x) and not (axes := {*of_rows.of_sums(x.sums).axes}) & _axes(specs[i]) and axes <= manual:
+            spec, specs[i] = specs[i], P(of_rows.of_sums(x.sums).axes or None, *specs[i])
+            copy = jax.shard_map(lambda x: x[None], in_specs=(spec,), out_specs=specs[i], check_vma=False, **options)
+            args[i] = _copies(x, copy)
+            copied.add(i)
+        else:
+            args[i] = _summed(x, of_rows)
+
+    def of_device(*values: Any) -> tuple[Any, ...]:
+        return tuple(run(body, (), [x[0] if i in copied else x for i, x in enumerate(values)]))
+
+    options |= {"out_specs": eqn.params["out_specs"], "check_vma": eqn.params["check_vma"]}
+    return list(jax.shard_map(of_device, in_specs=tuple(specs), **options)(*args))
+
+
+def _axes(spec: P) -> set[str]:
+    return {axis for axes in spec for axis in ((axes,) if isinstance(axes, str) else axes or ())}
+
+
+def _copies(x: Partial, copy: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Return a copy of a parameter for each group, [groups, …]."""
+
+    @jax.custom_vjp
+    def copies(value: jax.Array, sums: jax.Array) -> jax.Array:
+        del sums
+        return copy(value)
+
+    copies.defvjp(lambda value, sums: (copy(value), None), lambda _, gradient: (None, gradient))
+    return copies(*x)
 
 
 class _Rows(NamedTuple):
@@ -303,6 +357,7 @@ def _summed(x: Any, groups: Groups) -> Any:
     """Return the value of a parameter; its gradient is added to the groups' sums."""
     if not _is_partial(x):
         return x
+    own = groups.of_sums(x.sums)
 
     @jax.custom_vjp
     def value(x: jax.Array, sums: jax.Array) -> jax.Array:
@@ -310,7 +365,7 @@ def _summed(x: Any, groups: Groups) -> Any:
         return x
 
     def backward(_: None, gradient: jax.Array) -> tuple[None, jax.Array]:
-        return None, groups.place(gradient)
+        return None, own.place(gradient)
 
     value.defvjp(lambda x, sums: (x, None), backward)
     return value(*x)

@@ -331,8 +331,10 @@ def test_a_transfer_counts_the_products_between_its_start_and_its_end():
     assert program.overlap == (1, 1)
     both = overlap(program.transfers, ("all-gather", "all-reduce"))
     assert both == (1 / 2, pytest.approx(128 * 32 / (128 * 32 + 64 * 32)))
-    # Only what no product overlaps takes time.
-    assert 0 < program.exposed_seconds < program.communication.sent / H100.link_bandwidth
+    # The product is shorter than the gather.
+    both_seconds = sum(map(program.collective_seconds, program.communication.traffic))
+    assert program.exposed_seconds == pytest.approx(both_seconds - program.product_seconds, rel=1e-6)
+    assert program.seconds == pytest.approx(both_seconds, rel=1e-6)
 
 
 def test_the_operands_of_a_started_collective_are_not_sent_twice():

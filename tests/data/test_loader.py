@@ -218,6 +218,22 @@ def test_a_process_reads_only_its_rows() -> None:
     assert read == [0, 3, 7, 10, 13, 17, 20, 23]
 
 
+def test_a_process_computes_the_numbers_of_its_rows_only() -> None:
+    """Those of the whole batch would take minutes, in each of thousands of processes."""
+
+    class Numbers:
+        def __len__(self) -> int:
+            return 2**24
+
+        def __getitem__(self, index: int, /) -> Example:
+            return {"label": np.int32(index)}
+
+    loader = Loader(Numbers(), 2**23, seed=0, num_threads=0, prefetch=0, rows=[0, 2**23 - 1])
+    begin = time.perf_counter()
+    assert len({label for batch in labels(loader, 5) for label in batch}) >= 8
+    assert time.perf_counter() - begin < 2
+
+
 def test_evaluation_stops_at_its_limit_of_batches() -> None:
     assert [b["label"].tolist() for b in epoch_batches(numbered(9), 2, limit=2)] == [[0, 1], [2, 3]]
 

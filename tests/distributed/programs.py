@@ -180,9 +180,17 @@ def packed_run(family: Any = llama, model: Any = llama.Llama, config: Any = llam
 
 
 def _mixtral() -> Run:
-    config = mixtral.MixtralConfig(**LLAMA, num_local_experts=4)
-    call = lambda apply, params, batch, rng: apply(params, batch["tokens"], rng)  # noqa: E731
-    return _stateless(lambda: mixtral.Mixtral(config, rngs=nnx.Rngs(0)), call, _tokens, mixtral.SHARDING)
+    config = mixtral.MixtralConfig(**LLAMA, num_local_experts=4, attention_dropout=0.1, output_router_logits=True)
+    apply, _ = functional(nnx.eval_shape(lambda: mixtral.Mixtral(config, rngs=nnx.Rngs(0))))
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        logits, router_logits = apply(params, batch["tokens"], rng)
+        loss, _ = _loss(logits, batch["label"])
+        balance = mixtral.load_balancing_loss(router_logits, config.num_experts_per_tok, batch["mask"])
+        return loss._replace(total=loss.total + 0.1 * balance * loss.weight), {}
+
+    make = lambda: (functional(mixtral.Mixtral(config, rngs=nnx.Rngs(0)))[1], None)  # noqa: E731
+    return Run(loss_fn, make, _tokens, mixtral.SHARDING)
 
 
 LLAMA: dict[str, Any] = {

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from jaxtrain.cli import main
-from jaxtrain.cli.launch import Launch, _gpus, _settings
-from jaxtrain.cli.processes import Processes
+from jaxtrain.cli import launch, main
+from jaxtrain.cli.launch import _gpus, _places, _settings
+from jaxtrain.cli.processes import Ended, Processes
 from jaxtrain.errors import UserError
 
 LONG = 30
@@ -23,7 +23,7 @@ def launcher(program: str, n: int = 2, grace: float = LONG) -> list[str]:
     outer = (
         "import os, sys; from jaxtrain.cli.processes import Processes; "
         f"environments = [{{**os.environ, 'ME': str(i), 'PYTHONUNBUFFERED': '1'}} for i in range({n})]; "
-        f"sys.exit(Processes([sys.executable, '-c', {inner!r}], environments, {grace}).run())"
+        f"sys.exit(Processes([sys.executable, '-c', {inner!r}], environments, {grace}).run().status)"
     )
     return [sys.executable, "-c", outer]
 
@@ -128,28 +128,62 @@ def test_a_closed_output_ends_the_run() -> None:
 
 
 def test_each_process_has_its_number_and_devices_in_the_environment() -> None:
-    on_cpu = _settings(Launch(processes=2), {}, gpus=0)
+    on_cpu = _settings(_places(2, None, gpus=0))
     assert [s["JAX_PROCESS_ID"] for s in on_cpu] == ["0", "1"]
     assert {s["JAX_NUM_PROCESSES"] for s in on_cpu} == {"2"}
     assert {s["JAX_NUM_CPU_DEVICES"] for s in on_cpu} == {"1"}
     assert len({s["JAX_COORDINATOR_ADDRESS"] for s in on_cpu}) == 1
     assert re.fullmatch(r"127\.0\.0\.1:\d+", on_cpu[0]["JAX_COORDINATOR_ADDRESS"])
-    assert _settings(Launch(processes=1, devices_per_process=4), {}, gpus=0)[0]["JAX_NUM_CPU_DEVICES"] == "4"
-
-    def ids(launch: Launch) -> list[str]:
-        settings = _settings(launch, {}, gpus=8)
-        assert not any("JAX_NUM_CPU_DEVICES" in s for s in settings)
-        return [s["JAX_LOCAL_DEVICE_IDS"] for s in settings]
-
-    assert ids(Launch(processes=2)) == ["0,1,2,3", "4,5,6,7"]
-    assert ids(Launch(processes=3, devices_per_process=2)) == ["0,1", "2,3", "4,5"]
-    for launch, message in {
-        Launch(processes=3): "8 GPUs are not divisible by 3 processes",
-        Launch(processes=9): "8 GPUs are not divisible by 9 processes",
-        Launch(processes=3, devices_per_process=3): "3 processes of 3 GPUs need 9, but 8 are visible",
-    }.items():
+    assert _places(1, 4, gpus=0) == [{"JAX_NUM_CPU_DEVICES": "4"}]
+    assert _places(2, None, gpus=8) == [{"JAX_LOCAL_DEVICE_IDS": ids} for ids in ("0,1,2,3", "4,5,6,7")]
+    assert _places(3, 2, gpus=8) == [{"JAX_LOCAL_DEVICE_IDS": ids} for ids in ("0,1", "2,3", "4,5")]
+    for n, each, message in (
+        (3, None, "8 GPUs are not divisible by 3 processes"),
+        (9, None, "8 GPUs are not divisible by 9 processes"),
+        (3, 3, "3 processes of 3 GPUs need 9, but 8 are visible"),
+    ):
         with pytest.raises(UserError, match=message):
-            _settings(launch, {}, gpus=8)
+            _places(n, each, gpus=8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ends", "sizes", "status"),
+    [
+        ("-n 3", [Ended(137, killed=1)], [3], 137),
+        ("-n 3 --max-restarts 2", [Ended(137, killed=1), Ended(0)], [3, 3], 0),
+        ("-n 2:3 --max-restarts 3", [Ended(137, killed=1), Ended(139, killed=0), Ended(0)], [3, 2, 2], 0),
+        ("-n 1:3 --max-restarts 1", [Ended(1), Ended(1)], [3, 3], 1),
+        ("-n 2 --max-restarts 3", [Ended(1), Ended(2)], [2, 2], 2),
+        ("-n 2 --max-restarts 3", [Ended(143, is_requested=True)], [2], 143),
+    ],
+)
+def test_a_failed_run_is_restarted_without_the_processes_that_were_killed(
+    flags: str,
+    ends: list[Ended],
+    sizes: list[int],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs: list[tuple[list[str], list[dict[str, str]]]] = []
+
+    class Recorded:
+        def __init__(self, command: list[str], environments: list[dict[str, str]], grace_seconds: float) -> None:
+            runs.append((command, environments))
+
+        def run(self) -> Ended:
+            return ends[len(runs) - 1]
+
+    monkeypatch.setattr(launch, "Processes", Recorded)
+    monkeypatch.setattr(launch, "_gpus", lambda environment: 6)
+    assert main(["launch", *flags.split(), "--", "train", "digits-mlp"]) == status
+    assert [len(environments) for _, environments in runs] == sizes
+    for attempt, (command, environments) in enumerate(runs):
+        assert ("--resume auto" in " ".join(command)) == (attempt > 0)
+        assert [e["JAX_PROCESS_ID"] for e in environments] == [*map(str, range(len(environments)))]
+    if sizes == [3, 2, 2]:  # the GPUs of the first process that was killed are not used again
+        assert [e["JAX_LOCAL_DEVICE_IDS"] for e in runs[1][1]] == ["0,1", "4,5"]
+    assert capsys.readouterr().err.count("jaxtrain: restart") == len(runs) - 1
 
 
 def test_gpus_are_counted_only_if_jax_would_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +199,9 @@ def test_gpus_are_counted_only_if_jax_would_use_them(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("-- train", "--processes must be positive, got 0: use -n 2"),
-        ("-n 0 -- train", "--processes must be positive, got 0"),
+        ("-- train", "--processes must be a positive number or MIN:MAX, got 0: use -n 2"),
+        ("-n 3:2 -- train", "--processes must be a positive number or MIN:MAX, got 3:2"),
+        ("-n 2 --max-restarts -1 -- train", "--max-restarts must not be negative, got -1"),
         ("-n two -- train", "two"),
         ("-n 2 train", "the command is not separated by --: use jaxtrain launch -n 2 -- train"),
         ("-n 2", "the command after -- must be train, got nothing: use jaxtrain launch -n 2 -- train"),

@@ -21,7 +21,7 @@ from jaxtrain.errors import UserError
     ("spec", "message"),
     [
         ("data=2,tensor=3", "mesh 'data=2,tensor=3' has 6 devices, got 4: make its sizes multiply to 4"),
-        ("dta=4", "mesh 'dta=4' has an axis 'dta': use dcn, data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
+        ("dta=4", "mesh 'dta=4' has an axis 'dta': use dcn, data, fsdp, expert, sequence, tensor, as in data=2,fsdp=4"),
         ("data=2,data=2", "mesh 'data=2,data=2' gives data twice: give it once"),
         ("data=0", "mesh 'data=0' gives data the size '0': it must be a number of devices, 1 or more"),
         (
@@ -29,7 +29,7 @@ from jaxtrain.errors import UserError
             f"mesh 'data={'9' * 54}… gives data the size '{'9' * 59}…: it must be a number of devices, 1 or more",
         ),
         ("data", "mesh 'data' gives data the size '': it must be a number of devices, 1 or more"),
-        ("", "mesh '' has an axis '': use dcn, data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
+        ("", "mesh '' has an axis '': use dcn, data, fsdp, expert, sequence, tensor, as in data=2,fsdp=4"),
     ],
 )
 def test_an_invalid_mesh_raises_an_error_with_its_remedy(spec, message):

@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+import transformers
 
 from jaxtrain.cli import main
 from jaxtrain.runner.checkpoint import saved_steps
+from tests.data.finetuning.templates import byte_level, write_folder
 from tests.soak.fork_server import fork_server
 from tests.soak.test_kills import assert_same_run, state, untimed
 
@@ -143,7 +146,7 @@ def test_tensor_parallel_over_two_processes_equals_one_process(
 
 @pytest.mark.nightly
 def test_sequence_parallel_over_two_processes_equals_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "texts").mkdir()
     for i in range(4):
@@ -152,18 +155,42 @@ def test_sequence_parallel_over_two_processes_equals_one_process(
         "gpt-stdlib --data texts --n-layer 1 --n-embd 16 --n-head 2 --seq-len 16 --dropout 0.1 --batch-size 8 "
         "--eval-sequences 16 --log-every 3 --eval-every 3 --save-every 3 --steps 6 --mesh sequence=2"
     )
-    two = launched(f"{recipe} --out two", tmp_path)
+    output = assert_two_equal_one(recipe, tmp_path, monkeypatch)
+    assert "effective batch  8 = 8 × 1 micro-batches × 1 devices" in output
+
+
+@pytest.mark.nightly
+def test_experts_over_two_processes_equal_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level()
+    write_folder(tmp_path / "model", "chatml", tokenizer)
+    config = transformers.MixtralConfig(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, num_local_experts=4,
+    )  # fmt: skip
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
+    chats = [[{"role": role, "content": f"{i}"} for role in ("user", "assistant")] for i in range(24)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    recipe = (
+        "finetune --model model --data chats.jsonl --method full --seq-len 60 --batch-size 8 --accumulate 2 "
+        "--answer-tokens 4 --log-every 1 --eval-every 2 --save-every 2 --steps 4 --mesh expert=2"
+    )
+    output = assert_two_equal_one(recipe, tmp_path, monkeypatch)
+    assert "effective batch  8 = 2 × 2 micro-batches × 2 devices" in output
+
+
+def assert_two_equal_one(recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Check that two processes have the bits of one process with two devices; return what they print."""
+    two = launched(f"{recipe} --out two", folder)
     assert (two.returncode, two.stderr) == (0, "")
-    assert "effective batch  8 = 8 × 1 micro-batches × 1 devices" in two.stdout
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     devices = jax.devices()[:2]
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    assert main(f"train {recipe} --out one".split()) == 0
-    capsys.readouterr()
-    states = [jax.tree.leaves(state(tmp_path / name)._replace(rng=None)) for name in ("one", "two")]
+    assert main(f"train {recipe} --out one --quiet".split()) == 0
+    states = [jax.tree.leaves(state(folder / name)._replace(rng=None)) for name in ("one", "two")]
     assert [x.tobytes() for x in jax.device_get(states[0])] == [x.tobytes() for x in jax.device_get(states[1])]
-    lines, others = ([{**line, "tokens_per_s": 0} for line in untimed(tmp_path / name)] for name in ("one", "two"))
+    lines, others = ([{**line, "tokens_per_s": 0} for line in untimed(folder / name)] for name in ("one", "two"))
     assert lines == others
+    return two.stdout
 
 
 # A minimal run with everything that all processes of a run do.
@@ -262,6 +289,70 @@ def test_a_hanging_process_ends_the_others(tmp_path: Path) -> None:
         assert re.search(r"unhealthy \(stopped sending heartbeats\):\n1", both.outputs[0].read_text())
 
 
+# A run whose process `VICTIM` executes `PART` before it reads the batch of a step.
+LATE = """
+import os, signal, sys, time
+from jaxtrain.cli import main
+from jaxtrain.runner.batches import Batches
+
+read, steps = Batches.__next__, []
+
+def late(self):
+    steps.append(None)
+    if os.environ["JAX_PROCESS_ID"] == VICTIM:
+        exec(PART)
+    return read(self)
+
+Batches.__next__ = late
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def late(victim: int, part: str, args: str) -> list[str]:
+    return [sys.executable, "-c", f"VICTIM, PART = {str(victim)!r}, {part!r}\n{LATE}", *args.split()]
+
+
+@pytest.mark.nightly
+def test_a_process_that_the_others_wait_for_is_named(tmp_path: Path) -> None:
+    """Process 2 of 3 reads a batch for 15 s, then every batch slowly: a line for each, and a metric."""
+    args = "digits-mlp --hidden 8 --batch-size 12 --log-every 10 --eval-every 100 --steps 120 --out run"
+    part = "time.sleep(15 if len(steps) == 5 else 0.2 if len(steps) > 5 else 0)"
+    with unsupervised(late(2, part, args), tmp_path, n=3) as run:
+        assert run.end()[0] == [0, 0, 0]
+        text = run.outputs[0].read_text()
+    (behind,) = re.findall(r"warning: process \d is (\d+) s behind .*", text)
+    assert f"warning: process 2 is {behind} s behind at step 5 (reading data)" in text
+    assert 10 <= int(behind) <= 14
+    assert re.search(r"warning: process 2 is slow: its host takes 0\.2\d* s a step, mostly reading data", text)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["straggler"] for line in lines if "straggler" in line} == {2}
+
+
+@pytest.mark.nightly
+def test_a_stopped_process_is_named_before_the_run_ends(tmp_path: Path) -> None:
+    args = "digits-mlp --hidden 8 --batch-size 12 --steps 1000000 --out run"
+    part = "len(steps) == 50 and os.kill(os.getpid(), signal.SIGSTOP)"
+    with unsupervised(late(1, part, args), tmp_path, n=3) as run:
+        ended, seconds = run.end(but=1)
+        text = run.outputs[0].read_text()
+    assert (ended, seconds < 90) == ([-signal.SIGABRT] * 2, True), text
+    assert re.search(r"warning: process 1 has not reported for 1\d s, since step \d+ \(", text), text
+
+
+@pytest.mark.nightly
+def test_a_process_that_compiles_for_long_keeps_its_heartbeat(tmp_path: Path) -> None:
+    """Also while it holds Python's interpreter lock, and for several times the seconds without a heartbeat."""
+    part = "import ctypes; me and ctypes.PyDLL(None).sleep(16); processes.wait_for_all(); raise UserError('awake')"
+    command = program(part)
+    command[-1] = f"from jaxtrain.distributed import processes\nprocesses.HEARTBEAT_SECONDS = 4\n{command[-1]}"
+    with unsupervised(command, tmp_path) as both:
+        ended, seconds = both.end()
+        texts = [path.read_text() for path in both.outputs]
+    assert ended == [2, 2], texts
+    assert seconds > 16
+    assert "jaxtrain: awake" in texts[0]
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
@@ -269,30 +360,55 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@contextlib.contextmanager
+def killed(args: str, folder: Path, options: str, at: list[tuple[int, int]]) -> Iterator[str]:
+    """Launch a run, kill its process `victim` once `step` is saved, for each (step, victim); yield its messages."""
+    command = [*JAXTRAIN, "launch", *options.split(), "--", "train", *args.split()]
+    with subprocess.Popen(
+        command, cwd=folder, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        dead: list[int] = []
+        for step, victim in at:
+            running: list[int] = []
+            while not running or max(saved_steps(folder / "run" / "checkpoints"), default=-1) < step:
+                assert process.poll() is None, process.communicate()
+                running = [pid for pid in children(process.pid) if pid not in dead]
+                time.sleep(0.02)
+            dead += running
+            os.kill(running[victim], signal.SIGKILL)
+        assert process.stderr
+        text = process.stderr.read()
+        assert process.wait(TIMEOUT) == 0, text
+        yield text
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_ends_the_run_and_resuming_is_bit_identical(
+def test_a_run_restarts_after_a_killed_process_and_is_bit_identical(
     victim: int, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    command = [*JAXTRAIN, "launch", "-n", "2", "--", "train", *f"{RECIPE} --steps 120 --out run --resume auto".split()]
-    for kill_at in (2, 30, 80):
-        with subprocess.Popen(
-            command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        ) as process:
-            while max(saved_steps(tmp_path / "run" / "checkpoints"), default=-1) < kill_at:
-                assert process.poll() is None, process.communicate()
-                time.sleep(0.02)
-            os.kill(children(process.pid)[victim], signal.SIGKILL)
-            begin = time.monotonic()
-            assert process.stderr
-            assert (
-                f"jaxtrain: process {victim} of 2 was terminated by SIGKILL: terminating the others"
-                in process.stderr.read()
-            )
-            assert process.wait(TIMEOUT) == 137
-            assert time.monotonic() - begin < 30
-    assert launched(f"{RECIPE} --steps 120 --out run --resume auto", tmp_path).returncode == 0
+    kills = [(2, victim), (30, victim), (80, victim)]
+    with killed(f"{RECIPE} --steps 120 --out run", tmp_path, "-n 2 --max-restarts 3", kills) as text:
+        assert text.count(f"process {victim} of 2 was terminated by SIGKILL: terminating the others") == 3
+        assert "jaxtrain: restart 3 of 3, with 2 processes" in text
     assert_same_run(uninterrupted, tmp_path / "run")
+
+
+@pytest.mark.nightly
+def test_a_run_continues_on_the_processes_that_are_left(tmp_path: Path) -> None:
+    """Of 3 processes one is killed; 2 continue, with the batches of one process that nothing interrupted."""
+    recipe = f"{RECIPE} --batch-size 12 --precision fp32 --schedule constant --warmup-steps 0 --steps 60"
+    assert run([*JAXTRAIN, "train", *f"{recipe} --out one".split()], tmp_path).returncode == 0
+    with killed(f"{recipe} --out run", tmp_path, "-n 2:3 --max-restarts 1", [(20, 1)]) as text:
+        assert "jaxtrain: restart 1 of 1, with 2 processes" in text
+    assert len(json.loads((tmp_path / "run" / "config.json").read_text())["devices"]) == 2
+    one, other = ({line["step"]: line for line in untimed(tmp_path / name)} for name in ("one", "run"))
+    assert one.keys() == other.keys()
+    for step in range(3, 61, 3):
+        assert other[step]["loss"] == pytest.approx(one[step]["loss"], rel=1e-5)
+    states = [jax.tree.leaves(state(tmp_path / name)._replace(rng=None)) for name in ("one", "run")]
+    for a, b in zip(*jax.device_get(states), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def children(pid: int) -> list[int]:
@@ -389,8 +505,6 @@ def test_a_nan_ends_all_processes_and_stores_the_whole_batch(tmp_path: Path) -> 
     assert done.returncode == 1
     assert "stopped, the checkpoint of step" in done.stderr
     assert run([*JAXTRAIN, "train", *f"{args} --out one".split()], tmp_path).returncode == 1
-    import numpy as np
-
     (one,), (two,) = (list((tmp_path / name / "replay").glob("*.npz")) for name in ("one", "two"))
     assert one.name == two.name
     with np.load(one) as a, np.load(two) as b:

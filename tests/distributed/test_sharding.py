@@ -80,7 +80,7 @@ def test_without_rules_the_longest_divisible_axis_is_sharded(shape, spec):
         (P("tensor", "fsdp"), (5, 6), P(None, "fsdp")),
         (P(("tensor", "fsdp")), (8,), P(("tensor", "fsdp"))),
         (P(("tensor", "fsdp")), (6,), P("tensor")),
-        (P("expert", "fsdp"), (4, 4), P(None, "fsdp")),
+        (P("unknown", "fsdp"), (4, 4), P(None, "fsdp")),
     ],
 )
 def test_indivisible_axes_are_replicated(spec, shape, kept):

@@ -21,8 +21,13 @@ from tests.distributed.programs import RUNS, SEQUENCES, distance, train
 NEAR = 1e-10
 """Bound of the distance of parameters after 20 steps in float64."""
 FACTORIZATIONS = [
-    *("data=8", "fsdp=8", "tensor=8", "data=4,fsdp=2:sharded", "dcn=2,data=4", "data=2,fsdp=4", "data=2,tensor=4"),
-    *("fsdp=4,tensor=2", "fsdp=2,tensor=4", "dcn=2,data=2,fsdp=2"),
+    *("data=8", "fsdp=8", "tensor=8", "data=4,fsdp=2 gradient_sums=sharded", "dcn=2,data=4", "data=2,fsdp=4"),
+    *(
+        "data=2,tensor=4",
+        "fsdp=4,tensor=2 reshard_after=window",
+        "fsdp=2,tensor=4 gradient_sums=sharded reshard_after=window",
+        "dcn=2,data=2,fsdp=2",
+    ),
 ]
 SEQUENCE_MESHES = ["data=2,sequence=4", "sequence=8", "fsdp=2,sequence=2,tensor=2"]
 
@@ -65,6 +70,10 @@ def test_twenty_steps_equal_those_of_one_device(double):
 DIVIDED = (*SEQUENCES, "mixtral")
 WITH_FEW_THREADS = ["fsdp=4,sequence=2"]
 """The mesh whose program hangs with a thread for each device."""
+EXPERT_MESHES = [
+    *("data=2,expert=4", "expert=4,tensor=2", "expert=4,sequence=2", "data=2,fsdp=2,expert=2"),
+    *("fsdp=4,expert=2:sharded", "fsdp=2,expert=2,sequence=2"),
+]
 THREE_AXES = ["data=2,fsdp=2,tensor=2", "fsdp=2,sequence=2,tensor=2"]
 
 
@@ -73,7 +82,8 @@ THREE_AXES = ["data=2,fsdp=2,tensor=2", "fsdp=2,sequence=2,tensor=2"]
     [
         pytest.param("cnn", FACTORIZATIONS, marks=pytest.mark.slow),
         pytest.param("gpt2", THREE_AXES, marks=pytest.mark.slow),
-        pytest.param("mixtral", WITH_FEW_THREADS, marks=pytest.mark.slow),
+        pytest.param("mixtral", EXPERT_MESHES[-1:], marks=pytest.mark.slow),
+        pytest.param("mixtral", WITH_FEW_THREADS + EXPERT_MESHES[:-1], marks=pytest.mark.nightly),
         *(
             pytest.param(name, FACTORIZATIONS + SEQUENCE_MESHES * (name in DIVIDED), marks=pytest.mark.nightly)
             for name in RUNS

@@ -41,7 +41,7 @@ from jaxtrain.models import (
 from jaxtrain.optim import adamw
 from jaxtrain.planning import gpu_program
 
-LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, ROWS = 2, 256, 8, 512, 128, 32
+LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, ROWS, EXPERTS = 2, 256, 8, 512, 128, 32, 4
 
 
 class Family(NamedTuple):
@@ -76,6 +76,7 @@ class Settings:
     remat: str = "none"
     unroll: bool = False
     mesh: str | None = None
+    reshard_after: str = "forward"
 
     @property
     def name(self) -> str:
@@ -85,6 +86,7 @@ class Settings:
         parts += [f"remat-{self.remat}"] if self.remat != "none" else []
         parts += ["unrolled"] if self.unroll else []
         parts += [self.mesh.replace("=", "").replace(",", "-")] if self.mesh else []
+        parts += [self.reshard_after] if self.reshard_after != "forward" else []
         return ".".join(parts)
 
 
@@ -99,6 +101,7 @@ def program(settings: Settings) -> GpuProgram:
         clip_norm=1.0,
         remat=settings.remat,
         unroll=settings.unroll,
+        reshard_after=settings.reshard_after,
         **family.options,
     )
     return gpu_program(
@@ -249,7 +252,7 @@ def _lora() -> Family:
 FAMILIES: dict[str, Callable[[], Family]] = {
     "gpt2": _gpt2,
     "llama": lambda: _decoder(LlamaConfig(**SIZES), Llama, llama.SHARDING),
-    "mixtral": lambda: _decoder(MixtralConfig(**SIZES, num_local_experts=4), Mixtral, mixtral.SHARDING),
+    "mixtral": lambda: _decoder(MixtralConfig(**SIZES, num_local_experts=EXPERTS), Mixtral, mixtral.SHARDING),
     "bert": _bert,
     "t5": _t5,
     "vit": _vit,

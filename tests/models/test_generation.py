@@ -96,7 +96,7 @@ def torchs_text(theirs, mask=MASK, **options):
     return text[:, 1 if theirs.config.is_encoder_decoder else PROMPTS.shape[1] :]
 
 
-LONG = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-by-layer"}
+LONG = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-by-layer", "smollm3"}
 
 
 def marks(name):

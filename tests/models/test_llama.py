@@ -287,7 +287,7 @@ def test_float64_stays_float64_and_products_are_in_low_precision_under_autocast(
     assert all(v.aval.dtype == np.float32 for eqn in roots for v in eqn.outvars)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "names:attention,hidden"])
 def test_rematerialised_gradients_are_the_same_with_dropout(policy):
     apply, params = model(attention_dropout=0.3)

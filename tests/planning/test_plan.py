@@ -168,24 +168,31 @@ def test_a_note_reports_batch_norm():
     assert choice_notes(dataclasses.replace(found, chosen=own)) == []
 
 
-def test_a_note_reports_the_gradient_sums_of_a_window_on_fsdp():
+def test_notes_report_gradient_sums_and_gathered_parameters_on_fsdp():
     def notes(**settings):
         recipe = dataclasses.replace(RECIPE, mesh="fsdp=4", **settings)
         own = Candidate(recipe, 10, 5, 1, 1.0, 0.0)
-        return choice_notes(planning.Plan(10, [own], own, batch_norm=False, sums=GradientSums(4096, 1024)))
+        sums = GradientSums(4096, 1024)
+        return choice_notes(planning.Plan(10, [own], own, batch_norm=False, sums=sums, gathered_bytes=2048))
 
     whole, sharded = "4.00 KiB of each device, reduced once per update", "1.00 KiB, reduced in each of 4 micro-batches"
-    assert notes() == []
-    assert notes(accumulate=4) == [f"gradient sums: {whole}; with --gradient-sums sharded {sharded}"]
-    assert notes(accumulate=4, gradient_sums="sharded") == [
-        f"gradient sums: {sharded}; with --gradient-sums whole {whole}"
+    forward = "one layer at a time, gathered forwards and backwards"
+    window = "2.00 KiB of each device, gathered once per update"
+    assert notes() == [f"gathered parameters: {forward}; with --reshard-after window {window}"]
+    assert notes(accumulate=4) == [
+        f"gradient sums: {whole}; with --gradient-sums sharded {sharded}",
+        f"gathered parameters: {forward} in each of 4 micro-batches; with --reshard-after window {window}",
+    ]
+    assert notes(accumulate=4, gradient_sums="sharded", reshard_after="window") == [
+        f"gradient sums: {sharded}; with --gradient-sums whole {whole}",
+        f"gathered parameters: {window}; with --reshard-after forward {forward} in each of 4 micro-batches",
     ]
 
 
 def test_sharded_gradient_sums_are_chosen_if_nothing_else_fits(monkeypatch):
     fake_compilation(monkeypatch, lambda r: 50 if r.gradient_sums == "sharded" and r.accumulate > 1 else 200)
     monkeypatch.setattr(planning, "_least_bytes", lambda *_: 0)
-    monkeypatch.setattr(planning, "_state", lambda *_: ([], GradientSums(0, 0)))
+    monkeypatch.setattr(planning, "_state", lambda *_: ([], GradientSums(0, 0), 0))
     found = plan(dataclasses.replace(RECIPE, mesh="fsdp=4"), 110, lambda recipe: None)
     assert found.chosen.recipe.gradient_sums == "sharded"
     assert found.chosen.recipe.accumulate == 2

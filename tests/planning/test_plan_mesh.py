@@ -19,11 +19,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.cli import main
 from jaxtrain.cli import plan as plan_command
 from jaxtrain.cost.byte_amounts import parse_bandwidth
-from jaxtrain.cost.communication import _group, communication
+from jaxtrain.cost.communication import Traffic, _group, communication
 from jaxtrain.cost.data_sheets import CPU, find_gpu
 from jaxtrain.distributed import make_mesh
 from jaxtrain.distributed.mesh import parse_mesh
 from jaxtrain.errors import UserError
+from jaxtrain.planning.closed_forms import ClosedForms
 from jaxtrain.planning.scaling import MAX_DEVICES, Scaling, doubled_meshes, recipe_on_mesh, virtual_devices
 from jaxtrain.recipes import RECIPES
 
@@ -103,11 +104,14 @@ def test_asynchronous_collectives_count_once():
         "%h = f32[8]{0} all-gather-done(%g)",
         "%p = (bf16[6]{0}, bf16[6]{0}, u32[], u32[]) collective-permute-start(%h), source_target_pairs={{0,1},{1,0}}",
         "%q = bf16[6]{0} collective-permute-done(%p)",
+        "%o = ((f32[8]{0}, f32[20]{0}, s64[2]{0}, s64[2]{0}, s64[2]{0}, s64[2]{0}), f32[20]{0}) "
+        "ragged-all-to-all-start(%h, %b, %s, %s, %s, %s), replica_groups={{0,1}}",
         "%r = f32[8]{0} all-reduce-start(%h), replica_groups={{0,1}}, to_apply=%add",
         "ROOT %s = f32[8]{0} all-reduce-done(%r)",
     )
     assert sent(hlo, {"data": 2}) == {
         ("all-gather", ("data",)): (1, 16),
+        ("all-to-all", ("data",)): (1, 16),
         ("collective-permute", ("data",)): (1, 12),
         ("all-reduce", ("data",)): (1, 32),
     }
@@ -281,6 +285,14 @@ def test_plan_mesh_reports_the_mesh_and_its_growth(capsys):
     one, two, four = (row["sent_bytes"] for row in found["rows"])
     gradients = 4 * (64 * 64 + 64 + 64 * 10 + 10)
     assert (one, two, four) == (0, gradients + 4 * 2, (gradients + 4 * 2) * 3 / 2)
+    # The closed form by which plans of more devices are extrapolated.
+    traffic_of_two, traffic_of_four = (
+        [Traffic(t["kind"], tuple(t["axes"]), t["times"], t["sent"]) for t in row["traffic"]]
+        for row in found["rows"][1:]
+    )
+    form = ClosedForms("data", {})
+    extrapolated = [form.at(t, {"data": 2}, 4) for t in traffic_of_two]
+    assert [t.sent for t in extrapolated] == [t.sent for t in traffic_of_four]
     own = found["own"]
     assert own["communication_s"] == two / 8e9
     assert own["communication_share"] == own["communication_s"] / (own["communication_s"] + own["compute_s"])

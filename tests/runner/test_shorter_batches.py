@@ -123,6 +123,7 @@ class Shorter(jt.Recipe):
 STREAM_SIZES = [4, 4, 1, 4, 4, 2, 4, 4, 3]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("settings", "stop", "sizes", "line"),
     [
@@ -138,12 +139,11 @@ STREAM_SIZES = [4, 4, 1, 4, 4, 2, 4, 4, 3]
             STREAM_SIZES,
             "the last batch of epoch 1 of the stream has 2 rows, not 4: the step is compiled for them too",
         ),
-        pytest.param(
+        (
             {"is_stream": True, "examples": 9, "accumulate": 2},
             2,
             [4, 4, 4, 4, 2, 4, 4, 4, 4],
             "epoch 2 of the stream has 3 rows, not 4, which accumulate 2 does not divide: it is dropped",
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["DataLoader", "stream", "stream with accumulate"],

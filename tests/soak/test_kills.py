@@ -169,6 +169,7 @@ def untimed(folder: Path) -> list[dict]:
     """Return the lines of metrics.jsonl without the values that differ between any two runs."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = ("step_time_s", "examples_per_s", "tokens_per_s", "input_wait_s", "peak_memory_bytes")
+    timed += ("straggler", "straggler_host_s", "others_host_s")
     return [{k: v for k, v in line.items() if k not in timed} for line in lines]
 
 

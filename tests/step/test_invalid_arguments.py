@@ -25,6 +25,7 @@ def linear_loss(params, batch, rng):
         ({"accumulate": -2}, r"accumulate must be an integer of at least 1, or a schedule, got -2$"),
         ({"accumulate": 2.5}, r"accumulate must be an integer of at least 1, or a schedule, got 2\.5$"),
         ({"gradient_sums": "half"}, r"gradient_sums must be 'whole' or 'sharded', got 'half'"),
+        ({"reshard_after": "step"}, r"reshard_after must be 'forward' or 'window', got 'step'"),
         ({"clip_norm": 0}, r"clip_norm must be positive, got 0: "),
         ({"clip_norm": -1.5}, r"clip_norm must be positive, got -1\.5: "),
         ({"clip_norm": float("nan")}, r"clip_norm must be positive, got nan: "),

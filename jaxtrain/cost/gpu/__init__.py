@@ -2,6 +2,8 @@
 
 from jaxtrain.cost.gpu.buffers import Buffer as Buffer
 from jaxtrain.cost.gpu.launches import Launch as Launch
+from jaxtrain.cost.gpu.links import Links as Links
+from jaxtrain.cost.gpu.links import group_along as group_along
 from jaxtrain.cost.gpu.overlap import Transfer as Transfer
 from jaxtrain.cost.gpu.products import Product as Product
 from jaxtrain.cost.gpu.program import SHARE_OF_PEAK as SHARE_OF_PEAK

@@ -76,7 +76,7 @@ def transfers(program: Program) -> Iterator[Transfer]:
     for name in sorted(program.scheduled - wrapped):
         computation = program.computations[name]
         for start, end in _collectives(program, computation):
-            inner = _inner(program, start)
+            inner = collective_of(program, start)
             beside = _between(computation, start, end)
             results = inner.transferred
             result_bytes = sum(array.size_bytes for array in results)
@@ -95,7 +95,7 @@ def transfers(program: Program) -> Iterator[Transfer]:
 def _collectives(program: Program, computation: Computation) -> Iterator[tuple[Instruction, Instruction | None]]:
     """Yield each collective with the instruction that waits for it; None for a synchronous one."""
     for x in computation.instructions.values():
-        if x.opcode.endswith("-start") and is_collective(_inner(program, x)):
+        if x.opcode.endswith("-start") and is_collective(collective_of(program, x)):
             done = (user for user, _ in computation.users[x.name] if user.opcode.endswith("-done"))
             yield x, next(done, None)
         elif is_collective(x):
@@ -107,7 +107,7 @@ def _operand_bytes(computation: Computation, start: Instruction) -> float:
     return sum(array.size_bytes for operand in operands for array in operand.results)
 
 
-def _inner(program: Program, x: Instruction) -> Instruction:
+def collective_of(program: Program, x: Instruction) -> Instruction:
     """Return the collective that an `async-start` wraps; other instructions as they are."""
     if x.opcode != "async-start":
         return x

@@ -1,21 +1,22 @@
 """A program compiled for a GPU: what it launches, moves and holds, and how long it should take."""
 
-import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from jaxtrain.cost.communication import Communication, communication
+from jaxtrain.cost.communication import Communication, Traffic, communication
 from jaxtrain.cost.data_sheets import Ceilings
 from jaxtrain.cost.gpu.buffers import Buffer, peak_buffers
-from jaxtrain.cost.gpu.launches import Launch, Program
+from jaxtrain.cost.gpu.launches import Launch, Program, is_collective
+from jaxtrain.cost.gpu.links import group_along
 from jaxtrain.cost.gpu.overlap import Overlap, Transfer, overlap, transfers
 from jaxtrain.cost.gpu.products import Product, products
-from jaxtrain.cost.gpu.target import COMPILER_OPTIONS, GPUS_PER_HOST, GpuTarget, compilation_for_gpus
-from jaxtrain.cost.hlo import SourceLines
+from jaxtrain.cost.gpu.target import COMPILER_OPTIONS, GpuTarget, compilation_for_gpus
+from jaxtrain.cost.gpu.timeline import Timeline
+from jaxtrain.cost.hlo import Instruction, SourceLines
 
 SHARE_OF_PEAK = 0.75
 """Share of the peak rate that a predicted product reaches."""
@@ -167,45 +168,61 @@ class GpuProgram:
     @property
     def product_seconds(self) -> float:
         """Predicted time of the products, each at `SHARE_OF_PEAK` or at the bandwidth."""
-        moved = {launch.instruction: launch.moved for launch in self.launches}
-        bandwidth = self.target.ceilings.bandwidth
-        return sum(
-            product.times
-            * max(
-                product.flops / (SHARE_OF_PEAK * peak_rate(product, self.target.ceilings)),
-                moved.get(product.instruction, 0.0) / bandwidth,
-            )
-            for product in self.products
-        )
+        return sum(product.times * self._seconds_of(product) for product in self.products)
 
     @property
     def traffic_seconds(self) -> float:
-        """Predicted time of all other launches at the bandwidth."""
-        inside = {product.instruction for product in self.products}
-        other = (launch for launch in self.launches if launch.instruction not in inside)
-        return sum(launch.moved_in_all for launch in other) / self.target.ceilings.bandwidth
+        """Predicted time of all other launches at the bandwidth, without collectives."""
+        return sum(launch.times * seconds for launch, seconds in self._other_launches())
 
-    @property
-    def link_bandwidth(self) -> float:
-        """Bytes/s that a GPU sends to the others of the mesh: over the network if they are not of one host."""
-        return (
-            self.target.link_bandwidth
-            if math.prod(self.mesh.values()) <= GPUS_PER_HOST
-            else self.target.network_bandwidth
-        )
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What the GPU computes, and which collectives run beside it."""
+        seconds = {launch.instruction: time for launch, time in self._other_launches()}
+        seconds |= {product.instruction: self._seconds_of(product) for product in self.products}
+        for product, x in self._fused_products():
+            seconds[x] = seconds.get(x, 0.0) + self._seconds_of(product)
+        return Timeline.of(self.program, seconds, self.mesh)
 
     @property
     def exposed_seconds(self) -> float:
-        """Predicted time of the communication that no product overlaps."""
-        total = sum(transfer.times * transfer.whole_bytes for transfer in self.transfers)
-        exposed = sum(t.times * t.whole_bytes for t in self.transfers if not t.products)
-        sent = self.communication.sent if self.mesh else 0.0
-        return sent * exposed / total / self.link_bandwidth if total else 0.0
+        """Predicted time that the GPU waits for communication."""
+        return self.timeline.exposed_seconds(self.collective_seconds) if self.mesh else 0.0
+
+    def collective_seconds(self, traffic: Traffic) -> float:
+        """Return the predicted time of one collective."""
+        links = self.target.links
+        return links.seconds(traffic.kind, traffic.sent, group_along(self.mesh, traffic.axes, links.gpus_per_node))
 
     @property
     def seconds(self) -> float:
         """Predicted time of a run."""
         return self.product_seconds + self.traffic_seconds + self.exposed_seconds
+
+    def _seconds_of(self, product: Product) -> float:
+        moved, ceilings = self._moved.get(product.instruction, 0.0), self.target.ceilings
+        return max(product.flops / (SHARE_OF_PEAK * peak_rate(product, ceilings)), moved / ceilings.bandwidth)
+
+    def _other_launches(self) -> Iterator[tuple[Launch, float]]:
+        """Yield the launches that are neither products nor collectives, with the time of one."""
+        products = {product.instruction for product in self.products}
+        for launch in self.launches:
+            if launch.instruction not in products and not is_collective(launch.instruction):
+                yield launch, launch.moved / self.target.ceilings.bandwidth
+
+    def _fused_products(self) -> Iterator[tuple[Product, Instruction]]:
+        """Yield the products inside of fusions, with the fusion."""
+        inside = {product.instruction: product for product in self.products if product.by == "fusion"}
+        for name in self.program.scheduled if inside else ():
+            for x in self.program.computations[name].instructions.values():
+                for called in x.called if x.opcode == "fusion" else ():
+                    for of_fusion in self.program.computations[called].instructions.values():
+                        if of_fusion in inside:
+                            yield inside[of_fusion], x
+
+    @cached_property
+    def _moved(self) -> dict[Instruction, float]:
+        return {launch.instruction: launch.moved for launch in self.launches}
 
 
 def peak_rate(product: Product, ceilings: Ceilings) -> float:

@@ -18,11 +18,11 @@ from jax.experimental import topologies
 
 from jaxtrain.compilation import without_compilation_cache
 from jaxtrain.cost.data_sheets import NVIDIA, Ceilings
+from jaxtrain.cost.gpu.links import Links
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief
 from jaxtrain.transforms.jax_internals import assumed_cudnn
 
-GPUS_PER_HOST = 8
 COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "0"}
 """Options that make programs comparable. Without a device XLA would take Triton's first tiling of each product."""
 
@@ -40,8 +40,10 @@ class GpuTarget:
       l2_cache: Bytes of the L2 cache.
       clock_ghz: Boost clock.
       memory: Bytes of memory that programs may use.
-      link_bandwidth: Bytes/s that a GPU sends to the others of its host.
+      link_bandwidth: Bytes/s that a GPU sends to the others of its host, as NCCL assumes it (`src/graph/topo.h`): 20.6
+        GB/s over each of 18 links of Hopper, 20 GB/s over each of 12 of Ampere.
       network_bandwidth: Bytes/s that a GPU sends to those of other hosts, over one network adapter of 400 Gbit/s.
+      gpus_per_node: Number of GPUs of a host.
     """
 
     name: str
@@ -54,11 +56,17 @@ class GpuTarget:
     memory: int
     link_bandwidth: float
     network_bandwidth: float = 50e9
+    gpus_per_node: int = 8
 
     @property
     def ceilings(self) -> Ceilings:
         """Its peak rates."""
         return NVIDIA[self.name]
+
+    @property
+    def links(self) -> Links:
+        """Its links in a node and between nodes."""
+        return Links(self.link_bandwidth, self.network_bandwidth, self.gpus_per_node)
 
     def config(self) -> str:
         """Return the `stream_executor.GpuTargetConfigProto` as text."""
@@ -95,9 +103,10 @@ _H100 = GpuTarget(
     l2_cache=52428800,
     clock_ghz=1.98,
     memory=84942979072,
-    link_bandwidth=450e9,
+    link_bandwidth=18 * 20.6e9,
 )
-# Figures as XLA publishes them (xla/backends/gpu/target_config/specs); peak rates and links from NVIDIA's data sheets.
+# Figures as XLA publishes them (xla/backends/gpu/target_config/specs); peak rates and network adapters from
+# NVIDIA's data sheets.
 TARGETS = {
     "h100": _H100,
     "h200": dataclasses.replace(
@@ -114,7 +123,7 @@ TARGETS = {
         l2_cache=41943040,
         clock_ghz=1.41,
         memory=85100068864,
-        link_bandwidth=300e9,
+        link_bandwidth=12 * 20e9,
         network_bandwidth=25e9,
     ),
 }
@@ -148,7 +157,7 @@ def target_of(device: jax.Device) -> GpuTarget | None:
 
 @functools.cache
 def gpu_devices(target: GpuTarget, count: int) -> Sequence[jax.Device]:
-    """Return `count` devices to compile for, 8 on each host; nothing can run on them.
+    """Return `count` devices to compile for, as many on each host as it has; nothing can run on them.
 
     Args:
       target: The GPU.
@@ -157,7 +166,7 @@ def gpu_devices(target: GpuTarget, count: int) -> Sequence[jax.Device]:
     Raises:
       UserError: JAX's CUDA plugin is not installed, or does not fit this JAX.
     """
-    hosts = math.ceil(count / GPUS_PER_HOST)
+    hosts = math.ceil(count / target.gpus_per_node)
     shape = f"1x{hosts}x{count // hosts}"
     try:
         topology = topologies.get_topology_desc("", "cuda", target_config=target.config(), topology=shape)

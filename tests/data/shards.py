@@ -1,0 +1,23 @@
+"""Corpora of random tokens, written without a tokenizer."""
+
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.data.corpus import Manifest, ShardEntry
+from jaxtrain.data.corpus.manifest import write_manifest
+from jaxtrain.data.corpus.shard import Shard, write_shard
+
+
+def write_corpus(folder: Path, shards: int, seed: int = 0, vocabulary: int = 1000) -> Path:
+    """Write a corpus of shards of random lengths and documents, the first of them held out; return its folder."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir()
+    entries = []
+    for i in range(shards):
+        lengths = rng.integers(1, 40, size=rng.integers(1, 12))
+        tokens = rng.integers(vocabulary, size=lengths.sum()).astype(np.uint16)
+        write_shard(folder / f"{i}.safetensors", Shard(tokens, np.r_[0, lengths.cumsum()]), {})
+        entries.append(ShardEntry(f"{i}.safetensors", len(tokens), len(lengths)))
+    write_manifest(folder, Manifest("bytes", vocabulary, None, "", tuple(entries[1:]), tuple(entries[:1])))
+    return folder
