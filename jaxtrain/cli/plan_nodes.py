@@ -101,9 +101,11 @@ def plan_for_nodes(name: str, recipe: Recipe, nodes: Nodes, picture: Path | None
         costs = MeshCosts(recipe, target, lambda candidate: show_progress(console, status, _compiling(candidate)))
         choice = _choose(costs, recipe, gpus, available)
         own = choice.chosen
-        found = list(growths(costs, own.mesh, Settings(own.rows, own.accumulate, own.remat)))
+        settings = Settings(own.rows, own.accumulate, own.remat, own.gradient_sums)
+        found = list(growths(costs, own.mesh, settings))
     seconds = time.perf_counter() - begin
-    run = dataclasses.replace(recipe, mesh=format_mesh(own.mesh), accumulate=own.accumulate, remat=own.remat)
+    chosen: dict[str, Any] = {x: getattr(own, x) for x in ("accumulate", "remat", "gradient_sums")}
+    run = dataclasses.replace(recipe, mesh=format_mesh(own.mesh), **chosen)
     if picture is not None:
         _write(picture, draw_growths(f"{name} on {target.name}", found, own, costs.task.unit))
     if as_json:
@@ -141,7 +143,7 @@ def _choose(costs: MeshCosts, recipe: Recipe, gpus: int, memory: int) -> MeshCho
     if recipe.mesh is None:
         return choose_mesh(costs, recipe, gpus, memory)
     mesh = parse_mesh(recipe.mesh)
-    cost = fitting_cost(costs, mesh, recipe.batch_size, recipe.accumulate, recipe.remat, memory)
+    cost = fitting_cost(costs, mesh, recipe, memory)
     return MeshChoice(memory, cost, [cost], [])
 
 
@@ -206,8 +208,7 @@ def _table(costs: Sequence[MeshCost], choice: MeshChoice, unit: str) -> Table:
 
 def _print_growth(console: Console, growth: Growth, choice: MeshChoice, unit: str) -> None:
     if growth.costs:
-        fixed = "rows of a GPU" if growth.scaling == "weak" else "batch"
-        console.print(f"{growth.axis} grows, {fixed} fixed ({growth.scaling} scaling)", markup=False)
+        console.print(f"{growth.axis} grows, {growth.fixed} fixed ({growth.scaling} scaling)", markup=False)
         console.print(_table(growth.costs, choice, unit))
     console.print(growth.verdict, markup=False, soft_wrap=True)
 

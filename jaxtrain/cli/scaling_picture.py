@@ -108,7 +108,7 @@ def _draw(panel: _Panel, left: float) -> Iterator[str]:
     if panel.ideal:
         yield f'<polyline points="{_path(place, panel.ideal)}" fill="none" stroke="{_INK}" stroke-dasharray="4 4"/>'
     ends: list[float] = []
-    for line in panel.lines:
+    for line in sorted(panel.lines, key=lambda line: -line.points[-1][1]):
         yield f'<polyline points="{_path(place, line.points)}" fill="none" stroke="{line.color}" stroke-width="2"/>'
         for point, is_compiled in zip(line.points, line.compiled, strict=True):
             x, y = place(*point)

@@ -57,6 +57,12 @@ def equation_flops(eqn: JaxprEqn) -> int:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         depth = math.prod(shapes[0][i] for i in contracted)
         return 2 * out_size * depth
+    if name == "ragged_dot_general":
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        contracted, _ = numbers.dot_dimension_numbers[0]
+        # Every row belongs to one group, also if the rows are summed, a result for each group.
+        groups = shapes[2][0] if {*numbers.lhs_ragged_dimensions} <= {*contracted} else 1
+        return 2 * out_size * math.prod(shapes[0][i] for i in contracted) // groups
     if name == "conv_general_dilated":
         kernel, spec = shapes[1], eqn.params["dimension_numbers"].rhs_spec
         return 2 * out_size * math.prod(kernel) // kernel[spec[0]]

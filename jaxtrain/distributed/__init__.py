@@ -4,7 +4,9 @@ from jaxtrain.cost import StepMemory, memory_per_device
 from jaxtrain.distributed.compilation import bypass_compilation_cache as bypass_compilation_cache
 from jaxtrain.distributed.mesh import AXES as AXES
 from jaxtrain.distributed.mesh import DATA as DATA
+from jaxtrain.distributed.mesh import EXPERT as EXPERT
 from jaxtrain.distributed.mesh import FSDP as FSDP
+from jaxtrain.distributed.mesh import PIPELINE as PIPELINE
 from jaxtrain.distributed.mesh import ROWS as ROWS
 from jaxtrain.distributed.mesh import SEQUENCE as SEQUENCE
 from jaxtrain.distributed.mesh import TENSOR as TENSOR

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.distributed.mesh import DATA, DCN, EXPERT, FSDP, ROWS
+from jaxtrain.distributed.mesh import DATA, DCN, EXPERT, FSDP, PIPELINE, ROWS
 from jaxtrain.distributed.sharding import Rules, automatic_spec, divide_over, mesh_axes, param_shardings, replicate_over
 from jaxtrain.transforms import Groups
 
@@ -112,5 +112,6 @@ class MeshGroups(Groups):
 
     def _map(self, compute: Callable[..., jax.Array], specs: tuple[P, ...]) -> Callable[..., jax.Array]:
         # Unchecked: a convolution's transpose does not know on which devices its kernel differs.
-        options: dict[str, Any] = {"axis_names": frozenset(self.axes), "check_vma": False}
+        # Along pipeline too, which divides the stages that the caller maps over.
+        options: dict[str, Any] = {"axis_names": frozenset({*self.axes, PIPELINE}), "check_vma": False}
         return jax.shard_map(compute, mesh=self._mesh, in_specs=specs, out_specs=P(self.axes), **options)

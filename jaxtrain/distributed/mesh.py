@@ -1,8 +1,9 @@
-"""The mesh: a grid of devices with the axes dcn, data, fsdp, expert, sequence and tensor.
+"""The mesh: a grid of devices with the axes dcn, pipeline, data, fsdp, expert, sequence and tensor.
 
 `data` shards the rows of a batch. `dcn` shards rows over nodes or pods that a slow network joins: gradients are added
-within a node first. `fsdp` shards rows, and also parameters, gradients and optimizer state (ZeRO stage 3, Rajbhandari
-et al. 2020). `expert` shards rows, and the experts of sparse mixtures, to which tokens are sent (Lepikhin et al. 2020).
+within a node first. `pipeline` shards layers, through which the micro-batches of a window pass (Narayanan et al. 2021).
+`fsdp` shards rows, and also parameters, gradients and optimizer state (ZeRO stage 3, Rajbhandari et al. 2020). `expert`
+shards rows, and the experts of sparse mixtures, to which tokens are sent (Lepikhin et al. 2020).
 `sequence` shards the tokens of a row, as in context parallelism (Llama 3, Grattafiori et al. 2024, section 3.3.2).
 `tensor` shards the matrices of a layer (Shoeybi et al. 2019).
 """
@@ -20,8 +21,8 @@ from jaxtrain.distributed.device_order import DCN, ordered_devices
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief
 
-DATA, FSDP, EXPERT, SEQUENCE, TENSOR = "data", "fsdp", "expert", "sequence", "tensor"
-AXES = (DCN, DATA, FSDP, EXPERT, SEQUENCE, TENSOR)
+PIPELINE, DATA, FSDP, EXPERT, SEQUENCE, TENSOR = "pipeline", "data", "fsdp", "expert", "sequence", "tensor"
+AXES = (DCN, PIPELINE, DATA, FSDP, EXPERT, SEQUENCE, TENSOR)
 ROWS = (DCN, DATA, FSDP, EXPERT)
 """The axes that shard the rows of a batch."""
 
@@ -53,7 +54,7 @@ def parse_mesh(spec: str) -> dict[str, int]:
 
 
 def make_mesh(spec: str | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """Create a mesh of devices with the axes dcn, data, fsdp, expert, sequence and tensor.
+    """Create a mesh of devices with the axes dcn, pipeline, data, fsdp, expert, sequence and tensor.
 
     Neighbors along the last axes, which communicate most, are neighbors in hardware. The groups of `dcn` are
     whole nodes.

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.compilation import bypass_compilation_cache, needs_fresh_programs
 from jaxtrain.distributed.groups import row_groups
-from jaxtrain.distributed.mesh import TENSOR
+from jaxtrain.distributed.mesh import PIPELINE, TENSOR
+from jaxtrain.distributed.pipeline import pipeline_stages, require_pipelined
 from jaxtrain.distributed.program import constrain_shardings
 from jaxtrain.distributed.rows import place_batch
 from jaxtrain.distributed.sharding import Rules, gather, state_shardings
@@ -65,6 +66,8 @@ def shard(step: TrainStep, mesh: Mesh, rules: Rules | None = None) -> TrainStep:
             f"mesh axis tensor={mesh.shape[TENSOR]} divides nothing without sharding rules, and repeats work on its "
             "devices: give rules, or use data or fsdp"
         )
+    if mesh.shape.get(PIPELINE, 1) > 1:
+        require_pipelined(step.parts, rules, mesh.shape[PIPELINE])
     return ShardedStep(step, mesh, rules)
 
 
@@ -79,6 +82,7 @@ class ShardedStep(TrainStep):
                 mesh.devices.flat[0].platform,
                 row_groups(mesh, rules, step.parts.gradient_sums),
                 None if step.parts.reshard_after == "forward" else partial(gather, mesh=mesh, rules=rules),
+                pipeline_stages(mesh, step.parts.pipeline_chunks),
             ),
             step.allow_recompile,
             step.deterministic,
@@ -142,6 +146,8 @@ class ShardedStep(TrainStep):
     @takes_one_batch
     def micro(self, state: TrainState, micro_batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """As `TrainStep.micro`."""
+        if self.parts.loss.stages is not None:
+            raise UserError("step.micro cannot fill a pipeline, which needs a window: call the step with all its rows")
         return self._call(lambda state, batch: self._micro(state, place_batch(batch, self._mesh)), state, micro_batch)
 
 

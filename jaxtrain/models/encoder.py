@@ -51,9 +51,9 @@ class SelfAttention(nnx.Module):
 
 
 ATTENTION_SHARDING = {
-    "blocks/attention/(query|key|value)/kernel": P(None, "fsdp", "tensor"),
-    "blocks/attention/(query|key|value)/bias": P(None, ("tensor", "fsdp")),
-    "blocks/attention/out/kernel": P(None, "tensor", "fsdp"),
+    "blocks/attention/(query|key|value)/kernel": P("pipeline", "fsdp", "tensor"),
+    "blocks/attention/(query|key|value)/bias": P("pipeline", ("tensor", "fsdp")),
+    "blocks/attention/out/kernel": P("pipeline", "tensor", "fsdp"),
 }
 """Mesh axes that shard each axis, by parameter path (`jaxtrain.distributed`)."""
 

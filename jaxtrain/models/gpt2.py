@@ -191,10 +191,10 @@ def _linear(n: int, m: int, std: float, rngs: nnx.Rngs) -> Linear:
 SHARDING = {
     "wte": P("tensor", "fsdp"),
     "wpe": P(None, "fsdp"),
-    "blocks/(qkv|fc)/kernel": P(None, "fsdp", "tensor"),
-    "blocks/(qkv|fc)/bias": P(None, ("tensor", "fsdp")),
-    "blocks/(attn|mlp)_proj/kernel": P(None, "tensor", "fsdp"),
-    "blocks/.*/(bias|scale)": P(None, "fsdp"),
+    "blocks/(qkv|fc)/kernel": P("pipeline", "fsdp", "tensor"),
+    "blocks/(qkv|fc)/bias": P("pipeline", ("tensor", "fsdp")),
+    "blocks/(attn|mlp)_proj/kernel": P("pipeline", "tensor", "fsdp"),
+    "blocks/.*/(bias|scale)": P("pipeline", "fsdp"),
     "ln_f/(bias|scale)": P("fsdp"),
 }
 """Mesh axes that shard each axis, by parameter path (`jaxtrain.distributed`). `tensor` is that of Megatron-LM (Shoeybi

@@ -151,9 +151,9 @@ def _choices(probabilities: jax.Array, top_k: int, mask: jax.Array | None) -> tu
 
 
 SHARDING = {
-    "layers/mlp/gate": P(None, "fsdp", None),
-    "layers/mlp/gate_up_proj": P(None, "expert", "fsdp", "tensor"),
-    "layers/mlp/down_proj": P(None, "expert", "tensor", "fsdp"),
+    "layers/mlp/gate": P("pipeline", "fsdp", None),
+    "layers/mlp/gate_up_proj": P("pipeline", "expert", "fsdp", "tensor"),
+    "layers/mlp/down_proj": P("pipeline", "expert", "tensor", "fsdp"),
     **llama.SHARDING,
 }
 """Mesh axes that shard each axis, by parameter path; within an expert they are those of the MLP of a Llama."""

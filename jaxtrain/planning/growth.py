@@ -24,15 +24,15 @@ PAYS = 1.5
 """An axis pays as long as twice the GPUs compute at least this many times as fast."""
 MODEL_AXES = (SEQUENCE, TENSOR)
 """Axes that divide the sequences and the layers of any language model."""
-_LARGEST_MODEL_AXIS = 16
 
 
 class Settings(NamedTuple):
-    """Rows of a micro-batch on a GPU that shares none, number of micro-batches, and rematerialization."""
+    """Rows of a micro-batch on a GPU that shares none, number of micro-batches, rematerialization, gradient sums."""
 
     rows: int
     accumulate: int
     remat: str
+    gradient_sums: str = "whole"
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,16 @@ class Growth:
         for cost, doubled in pairwise(self.costs):
             gain = (doubled.units_per_s / cost.units_per_s) ** (1 / math.log2(doubled.gpus / cost.gpus))
             if gain < PAYS:
-                return f"{self._place(cost)} is where {self.axis} stops paying: twice the GPUs are {gain:.2f} × as fast"
+                place = f"{self._place(cost)} is where {self.axis} stops paying"
+                return f"{place} with the {self.fixed} fixed: twice the GPUs are {gain:.2f} × as fast"
         if not self.costs:
             return f"{self.axis}: {self.ends}"
-        return f"{self.axis} pays up to {self._place(self.costs[-1])}: {self.ends}"
+        return f"{self.axis} pays up to {self._place(self.costs[-1])} with the {self.fixed} fixed: {self.ends}"
+
+    @property
+    def fixed(self) -> str:
+        """What does not grow with the mesh."""
+        return "rows of a GPU" if self.scaling == "weak" else "batch"
 
     def _place(self, cost: MeshCost) -> str:
         return f"{self.axis}={cost.mesh[self.axis]} ({cost.gpus:,} GPUs)"
@@ -135,7 +141,7 @@ def grow_strongly(
         if size > largest and (undivided := costs.undivided({**mesh, axis: largest}, larger)) is not None:
             return Growth(axis, "strong", done, f"{axis}={size} does not divide {undivided}")
         micro_batch = min(rows, settings.rows)
-        own = Settings(micro_batch, rows // micro_batch, settings.remat)
+        own = settings._replace(rows=micro_batch, accumulate=rows // micro_batch)
         candidate = costs.compile({**mesh, axis: compiled}, *own)
         share = rows / of_gpu
         forms = None if found.forms is None else found.forms.scaled(share)
@@ -146,7 +152,7 @@ def grow_strongly(
 def grow_model_axis(costs: MeshCosts, mesh: Mapping[str, int], axis: str, settings: Settings) -> Growth:
     """Return the costs of meshes that grow along an axis that divides layers or sequences; the batch is the same."""
     done: list[MeshCost] = []
-    for size in (x for x in sizes(mesh, axis, least=1) if mesh[axis] <= x <= _LARGEST_MODEL_AXIS):
+    for size in (x for x in sizes(mesh, axis, least=1) if mesh[axis] <= x <= costs.target.gpus_per_node):
         larger = {**mesh, axis: size}
         if done and (undivided := costs.undivided(mesh, larger)) is not None and _shards_less(costs, mesh, larger):
             return Growth(axis, "strong", done, f"{axis}={size} does not divide {undivided}")
@@ -156,7 +162,7 @@ def grow_model_axis(costs: MeshCosts, mesh: Mapping[str, int], axis: str, settin
             return Growth(axis, "strong", done, str(error))
         if len(done) > 1 and done[-1].units_per_s < PAYS * done[-2].units_per_s:
             break
-    return Growth(axis, "strong", done, f"the largest {axis} considered")
+    return Growth(axis, "strong", done, f"beyond it, {axis} leaves a node")
 
 
 def cost_on(costs: MeshCosts, mesh: Mapping[str, int], settings: Settings) -> MeshCost:
@@ -247,7 +253,7 @@ def growths(costs: MeshCosts, mesh: Mapping[str, int], settings: Settings) -> It
             continue
         yield grow_weakly(costs, mesh, axis, settings, found)
         yield grow_strongly(costs, mesh, axis, settings, found)
-    for axis in MODEL_AXES:
+    for axis in (axis for axis in MODEL_AXES if axis == SEQUENCE or axis in costs.sharding_axes):
         yield grow_model_axis(costs, mesh, axis, settings)
 
 
@@ -261,7 +267,7 @@ def row_axes(mesh: Mapping[str, int]) -> list[str]:
     return sorted(possible, key=lambda axis: mesh[axis] == 1)
 
 
-def settings_on(batch_size: int, accumulate: int, remat: str, mesh: Mapping[str, int]) -> Settings:
+def settings_on(batch_size: int, accumulate: int, remat: str, gradient_sums: str, mesh: Mapping[str, int]) -> Settings:
     """Return the settings of a recipe on a mesh.
 
     Raises:
@@ -273,4 +279,4 @@ def settings_on(batch_size: int, accumulate: int, remat: str, mesh: Mapping[str,
             f"batch_size {batch_size} is not divisible by accumulate {accumulate} × the {shares // accumulate} GPUs "
             f"that rows are sharded over: use a multiple of {shares}"
         )
-    return Settings(batch_size // shares, accumulate, remat)
+    return Settings(batch_size // shares, accumulate, remat, gradient_sums)

@@ -4,12 +4,13 @@ Every candidate has the recipe's batch. The search begins with meshes that only 
 communication within a layer, and moves a factor of two of the fastest one to another axis as long as that is faster.
 """
 
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from jaxtrain.cost import format_bytes
-from jaxtrain.distributed import AXES, DATA, FSDP, ROWS, data_parallel_size, parse_mesh
+from jaxtrain.distributed import AXES, DATA, EXPERT, FSDP, SEQUENCE, TENSOR, data_parallel_size, parse_mesh
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.planning.growth import cost_on, settings_on
 from jaxtrain.planning.mesh_costs import MeshCost, MeshCosts
@@ -66,13 +67,14 @@ def choose_mesh(costs: MeshCosts, recipe: Recipe, gpus: int, memory: int) -> Mes
       RunFailed: Nothing fits.
     """
     search = _Search(costs, recipe, memory)
+    axes = {DATA, FSDP, SEQUENCE} | (costs.sharding_axes & {EXPERT, TENSOR})
     for mesh in _row_meshes(gpus, costs.target.gpus_per_node):
         search.consider(mesh)
     moved: MeshCost | None = None
     while (best := search.best()) is not moved:
         moved = best
         start = [best.mesh] if best is not None else list(_row_meshes(gpus, costs.target.gpus_per_node))
-        for mesh in (larger for one in start for larger in _moves(one)):
+        for mesh in (larger for one in start for larger in _moves(one, axes)):
             search.consider(mesh)
     if not search.done:
         why = "; ".join(f"{format_mesh(r.mesh)}: {r.why}" for r in search.rejected[:3])
@@ -81,9 +83,7 @@ def choose_mesh(costs: MeshCosts, recipe: Recipe, gpus: int, memory: int) -> Mes
     return MeshChoice(memory, best, sorted(search.done, key=lambda cost: cost.seconds), search.rejected)
 
 
-def fitting_cost(
-    costs: MeshCosts, mesh: Mapping[str, int], batch_size: int, accumulate: int, remat: str, memory: int
-) -> MeshCost:
+def fitting_cost(costs: MeshCosts, mesh: Mapping[str, int], recipe: Recipe, memory: int) -> MeshCost:
     """Return the cost on a mesh with the recipe's settings, or with rematerialization and smaller micro-batches.
 
     Raises:
@@ -92,16 +92,26 @@ def fitting_cost(
     state = costs.state_bytes(mesh)
     if state > memory:
         raise UserError(f"the state alone takes {format_bytes(state)}")
-    cost = cost_on(costs, mesh, settings_on(batch_size, accumulate, remat, mesh))
-    if cost.peak_bytes > memory and remat == "none":
-        cost = cost_on(costs, mesh, settings_on(batch_size, accumulate, "full", mesh))
+
+    def cost_of(accumulate: int, remat: str, gradient_sums: str) -> MeshCost:
+        return cost_on(costs, mesh, settings_on(recipe.batch_size, accumulate, remat, gradient_sums, mesh))
+
+    cost = cost_of(recipe.accumulate, recipe.remat, recipe.gradient_sums)
+    if cost.peak_bytes > memory and recipe.remat == "none":
+        cost = cost_of(recipe.accumulate, "full", recipe.gradient_sums)
+    sums = cost.gradient_sums
     while cost.peak_bytes > memory:
         if cost.rows == 1:
             raise UserError(f"one row takes {format_bytes(cost.peak_bytes)}")
         more = 2 * cost.accumulate
-        while batch_size % (more * data_parallel_size(mesh)) and more < batch_size:
+        while recipe.batch_size % (more * data_parallel_size(mesh)) and more < recipe.batch_size:
             more += 1
-        cost = cost_on(costs, mesh, settings_on(batch_size, more, cost.remat, mesh))
+        found = cost_of(more, cost.remat, sums)
+        # Sums of all rows of a GPU may need more memory than fewer rows save.
+        if found.peak_bytes > memory and sums == "whole" and mesh[FSDP] > 1:
+            sums = "sharded"
+            found = cost_of(more, cost.remat, sums)
+        cost = found
     return cost
 
 
@@ -124,9 +134,9 @@ class _Search:
         self._seen.add(format_mesh(mesh))
         recipe, best = self._recipe, self.best()
         # Meshes of as many GPUs need about the same rematerialization.
-        remat = recipe.remat if best is None else best.remat
+        recipe = recipe if best is None else dataclasses.replace(recipe, remat=best.remat)
         try:
-            found = fitting_cost(self._costs, mesh, recipe.batch_size, recipe.accumulate, remat, self._memory)
+            found = fitting_cost(self._costs, mesh, recipe, self._memory)
         except UserError as error:
             self.rejected.append(Rejected(mesh, str(error)))
         else:
@@ -141,10 +151,10 @@ def _row_meshes(gpus: int, gpus_per_node: int) -> Iterator[dict[str, int]]:
             yield {**whole, DATA: gpus // size, FSDP: size}
 
 
-def _moves(mesh: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield the meshes with a factor of two moved from an axis of rows to another axis."""
+def _moves(mesh: Mapping[str, int], axes: Set[str]) -> Iterator[dict[str, int]]:
+    """Yield the meshes with a factor of two moved from data or fsdp to another one of some axes."""
     for source in (DATA, FSDP):
-        for axis in (axis for axis in AXES if axis not in ROWS or axis in (DATA, FSDP)):
-            limit = math.inf if axis in ROWS else _LARGEST_MODEL_AXIS
-            if axis != source and mesh[source] % 2 == 0 and 2 * mesh[axis] <= limit:
+        for axis in (axis for axis in AXES if axis in axes and axis != source):
+            limit = math.inf if axis in (DATA, FSDP) else _LARGEST_MODEL_AXIS
+            if mesh[source] % 2 == 0 and 2 * mesh[axis] <= limit:
                 yield {**mesh, source: mesh[source] // 2, axis: 2 * mesh[axis]}

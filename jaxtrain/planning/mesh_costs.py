@@ -15,7 +15,9 @@ import jax
 from jax.sharding import AbstractMesh
 
 from jaxtrain.cost import GpuTarget, Traffic, group_along
-from jaxtrain.distributed import data_parallel_size, param_shardings, state_shardings
+from jaxtrain.distributed import FSDP, data_parallel_size, param_shardings, parse_mesh, state_shardings
+from jaxtrain.errors import UserError
+from jaxtrain.fields import brief
 from jaxtrain.paths import path_name
 from jaxtrain.planning.candidate import Candidate, abstract_state, compile_for_target
 from jaxtrain.planning.closed_forms import ClosedForms
@@ -33,6 +35,7 @@ class MeshCost:
       rows: Rows of a micro-batch on a GPU that shares no rows.
       accumulate: Number of micro-batches per update.
       remat: Rematerialization.
+      gradient_sums: What a GPU keeps of the gradients between micro-batches.
       batch_size: Rows of an update.
       program: The mesh that the program was compiled for.
       peak_bytes: Memory of a GPU.
@@ -50,6 +53,7 @@ class MeshCost:
     rows: int
     accumulate: int
     remat: str
+    gradient_sums: str
     batch_size: int
     program: Mapping[str, int]
     peak_bytes: int
@@ -107,11 +111,13 @@ class MeshCosts:
     def _state(self) -> Any:
         return abstract_state(training_step(self._recipe, self.task), self.task)
 
-    def compile(self, mesh: Mapping[str, int], rows: int, accumulate: int, remat: str) -> Candidate:
+    def compile(
+        self, mesh: Mapping[str, int], rows: int, accumulate: int, remat: str, gradient_sums: Any = "whole"
+    ) -> Candidate:
         """Compile the step for a mesh, with `rows` of a micro-batch on each GPU that shares none.
 
         Raises:
-          UserError: The settings are invalid on this mesh.
+          UserError: The settings are invalid on this mesh, or the compiler fails.
         """
         recipe = dataclasses.replace(
             self._recipe,
@@ -119,11 +125,23 @@ class MeshCosts:
             batch_size=rows * accumulate * data_parallel_size(mesh),
             accumulate=accumulate,
             remat=remat,
+            gradient_sums=gradient_sums,
         )
         if recipe not in self._done:
             self._on_compile(recipe)
-            self._done[recipe] = compile_for_target(recipe, self.task, self.target)
+            try:
+                self._done[recipe] = compile_for_target(recipe, self.task, self.target)
+            except jax.errors.JaxRuntimeError as error:
+                reason = brief(str(error).partition("\n")[0])
+                raise UserError(f"XLA cannot compile the step for {recipe.mesh} ({reason}): use another mesh") from None
         return self._done[recipe]
+
+    @cached_property
+    def sharding_axes(self) -> set[str]:
+        """The mesh axes that the parameters are sharded over."""
+        shardings = param_shardings(self._state.params, _abstract(parse_mesh(f"{FSDP}=1")), self.task.sharding)
+        entries = [entry for sharding in jax.tree.leaves(shardings) for entry in sharding.spec]
+        return {axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry or ())}
 
     def state_bytes(self, mesh: Mapping[str, int]) -> int:
         """Return the bytes of the state on one GPU."""
@@ -177,6 +195,7 @@ class MeshCosts:
             rows=rows,
             accumulate=recipe.accumulate,
             remat=recipe.remat,
+            gradient_sums=recipe.gradient_sums,
             batch_size=batch_size,
             program=dict(own),
             peak_bytes=candidate.peak_bytes + self.state_bytes(mesh) - self.state_bytes(own) + rest,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxtrain.cost import Ceilings, Communication, communication, equation_flops, estimate_seconds
-from jaxtrain.distributed import AXES, DATA, data_parallel_size, make_mesh, parse_mesh, run_mesh_sizes
+from jaxtrain.distributed import AXES, DATA, PIPELINE, data_parallel_size, make_mesh, parse_mesh, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.paths import partition
 from jaxtrain.planning.candidate import abstract_batch, abstract_state, peak_bytes, trace_step
@@ -25,6 +25,7 @@ from jaxtrain.planning.gathered_params import gathered_bytes
 from jaxtrain.planning.gradient_sums import GradientSums, gradient_sums
 from jaxtrain.run import Recipe
 from jaxtrain.runner import training_step
+from jaxtrain.transforms import Schedule
 
 MAX_DEVICES = 1024
 """Number of devices of the largest mesh that `plan` compiles for."""
@@ -234,6 +235,8 @@ class Scaling:
         memory, sent, sums, gathered = self._program(recipe, shape)
         # Axes that do not shard rows shard the arithmetic of each row.
         flops, roofline = (x / (math.prod(shape.values()) // data_parallel_size(shape)) for x in self._unsharded_cost)
+        # In the bubble a device waits for others.
+        roofline /= 1 - Schedule(shape[PIPELINE], recipe.pipeline_chunks, recipe.accumulate).bubble
         elapsed = time.perf_counter() - begin
         return DeviceShare(recipe, shape, memory, sent, sums, gathered, flops, roofline, elapsed)
 

@@ -51,13 +51,16 @@ class Recipe:
     """Dtype of matrix products and convolutions, and with bf16_compute and bf16_params of all activations; parameters
     are float32, except with bf16_params."""
     mesh: str | None = None
-    """Device mesh, such as "data=2,fsdp=4" (dcn, sequence, tensor); None: one device, or all of several processes."""
+    """Device mesh, such as "data=2,fsdp=4" (dcn, pipeline, sequence, tensor); None: one device, or all of several
+    processes."""
     gradient_sums: Literal["whole", "sharded"] = "whole"
     """Along fsdp, what a device keeps of the gradients between micro-batches: whole sums of its own rows', added over
     devices once an update, or its part of the sums over all rows, added in every micro-batch to save memory."""
     reshard_after: Literal["forward", "window"] = "forward"
     """Along fsdp, how long a device keeps gathered parameters: for a layer's forward pass, and again for its backward
     pass, or for all micro-batches of an update."""
+    pipeline_chunks: int = 1
+    """Along pipeline, the chunks of layers of a device: more shorten the bubble, and communicate more."""
     remat: str = "none"
     """Rematerialization of blocks: none, full, or all but dots, dots_no_batch, names:A,B or offload:A,B."""
     unroll: bool = False

@@ -60,6 +60,7 @@ def training_step(recipe: Recipe, task: Task) -> TrainStep:
         deterministic=recipe.deterministic,
         gradient_sums=recipe.gradient_sums,
         reshard_after=recipe.reshard_after,
+        pipeline_chunks=recipe.pipeline_chunks,
     )
 
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxtrain.distributed import data_parallel_size, parse_mesh, run_mesh_sizes
+from jaxtrain.distributed import PIPELINE, data_parallel_size, parse_mesh, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief, type_errors
 from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, build_expression
@@ -28,7 +28,7 @@ from jaxtrain.runner.optimizer import (
     schedule_call,
 )
 from jaxtrain.step import TrainState
-from jaxtrain.transforms import remat
+from jaxtrain.transforms import Schedule, remat
 
 _MAY_BE_ZERO = {"warmup_steps", "seed", "allow_recompile", "keep_best", "workers"}
 _OF_RUN = {field.name for field in dataclasses.fields(Recipe)}
@@ -231,7 +231,11 @@ def describe(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe
     if math.prod(mesh.values()) > 1:
         local = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
         shape = " × ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1)
-        sharding = {"mesh": f"{shape}; {local / 2**20:.1f} MiB of parameters and optimizer state per device"}
+        facts = [shape, f"{local / 2**20:.1f} MiB of parameters and optimizer state per device"]
+        if (stages := mesh[PIPELINE]) > 1:
+            schedule = Schedule(stages, recipe.pipeline_chunks, recipe.accumulate)
+            facts.append(f"{schedule.bubble:.0%} of the time is the pipeline's bubble")
+        sharding = {"mesh": "; ".join(facts)}
     return {
         **task.description,
         **arrays,

@@ -19,7 +19,9 @@ from jaxtrain.distributed import processes
 REPORT_SECONDS = 2.0
 """Seconds between two reports of a process."""
 LATE_SECONDS = 10.0
-"""A process is late if another one has waited for it, or it has not reported, for this long."""
+"""A process is late if another one has waited for it for this long."""
+SILENT_SECONDS = 6.0
+"""A process is late if it has not reported for this long: less than the heartbeat takes to end the run."""
 HANG_SECONDS = 60.0
 """A step hangs if all processes have been in it for this long, and for ten times the mean step."""
 WINDOW_SECONDS = 10.0
@@ -145,14 +147,16 @@ class Peers:
             peer = self.seen.get(process)
             silent_s = now - (peer.reported_at if peer else self.began_at)
             is_behind = bool(waiting) and (peer is None or peer.report.place < front)
-            late_s = max(silent_s, now - min(waiting)) if is_behind else silent_s
-            step = peer.report.step if peer else 0
-            if late_s < LATE_SECONDS or (process, step) in self._named:
+            late_s = now - min(waiting) if is_behind else 0.0
+            step, phase = (peer.report.step, peer.report.phase) if peer else (0, Phase.COMPILE)
+            # Compiling may hold the lock of the interpreter, which reports need: no warning until others wait.
+            is_alone = phase is Phase.COMPILE and not is_behind
+            is_silent = silent_s >= (HANG_SECONDS if is_alone else SILENT_SECONDS)
+            if not (is_silent or late_s >= LATE_SECONDS) or (process, step) in self._named:
                 continue
             self._named.add((process, step))
-            phase = peer.report.phase if peer else Phase.COMPILE
             self._window_at = None  # a single wait is not the speed of a process
-            if silent_s >= LATE_SECONDS / 2:  # it may have gone on since its last report
+            if is_silent:  # it may have gone on since its last report
                 lines.append(
                     f"warning: process {process} has not reported for {silent_s:.0f} s, since step {step} ({phase})"
                 )
@@ -224,8 +228,8 @@ class ProcessWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        if self._is_one_of_many and kind is None:
-            self._thread.join()
+        if self._is_one_of_many:
+            self._thread.join(timeout=1)  # it may wait for a process that is gone
 
     def enter(self, phase: Phase, step: int) -> None:
         """Enter a phase of a step."""

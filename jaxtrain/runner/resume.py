@@ -20,7 +20,7 @@ CHANGEABLE = frozenset(
             "workers",
         ),
         *("histograms", "max_skips", "spike_factor", "on_spike", "stall_seconds", "allow_recompile"),
-        *("mesh", "accumulate", "gradient_sums", "reshard_after", "workers"),
+        *("mesh", "accumulate", "gradient_sums", "reshard_after", "pipeline_chunks", "workers"),
     }
 )
 """Settings that a resumed run may change; any other change would make it a different run."""

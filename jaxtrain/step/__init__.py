@@ -36,6 +36,7 @@ from jaxtrain.step.state import averaged as averaged
 from jaxtrain.step.state import is_factory as is_factory
 from jaxtrain.step.state import micro_batch_key as micro_batch_key
 from jaxtrain.step.step import Step as Step
+from jaxtrain.step.step import StepParts as StepParts
 from jaxtrain.step.step import init_state as init_state
 from jaxtrain.step.step import window_step as window_step
 

@@ -38,7 +38,7 @@ class Window(NamedTuple):
 
 def open_window(params: Any) -> Window:
     """Return an empty window for gradients shaped like `params`."""
-    dtype = _sum_dtype(params)
+    dtype = sum_dtype(params)
     loss = Loss(jnp.zeros([], dtype), jnp.zeros([], dtype))
     return Window(_accumulator(params).init(params), loss, none_nonfinite())
 
@@ -118,8 +118,9 @@ def nonzero_weight(weight: jax.Array) -> jax.Array:
 
 def _accumulator(tree: Any) -> optax.MultiSteps:
     never = np.iinfo(np.int32).max
-    return optax.MultiSteps(optax.identity(), never, use_grad_mean=False, accumulator_dtype=_sum_dtype(tree))
+    return optax.MultiSteps(optax.identity(), never, use_grad_mean=False, accumulator_dtype=sum_dtype(tree))
 
 
-def _sum_dtype(tree: Any) -> Any:
+def sum_dtype(tree: Any) -> Any:
+    """Return the dtype of gradient sums: float32, or float64 for float64 parameters."""
     return np.float64 if any(x.dtype == np.float64 for x in jax.tree.leaves(tree)) else np.float32

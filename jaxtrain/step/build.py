@@ -190,6 +190,7 @@ def train_step(
     deterministic: bool = False,
     gradient_sums: str = "whole",
     reshard_after: str = "forward",
+    pipeline_chunks: int = 1,
 ) -> TrainStep:
     """Build the jitted training step of a loss function under an optimizer.
 
@@ -223,6 +224,8 @@ def train_step(
         the forward pass of a layer, and again for its backward pass, in every micro-batch (ZeRO-3); "window" for all
         micro-batches of a window, in the dtypes that the step computes in, which takes more memory (ZeRO-2,
         `reshard_after_forward=False` of PyTorch's `fully_shard`).
+      pipeline_chunks: Chunks of layers that a device of the mesh axis pipeline has: more shorten the bubble, and
+        communicate more (the interleaved schedule of Narayanan et al. 2021).
 
     Returns:
       A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
@@ -256,6 +259,7 @@ def train_step(
         allow_recompile=allow_recompile,
         gradient_sums=gradient_sums,
         reshard_after=reshard_after,
+        pipeline_chunks=pipeline_chunks,
     )
     numerics = policy(precision)
     loss = LossProgram(loss_fn, numerics, hooks=hooks or {}, unroll=unroll, remat=remat)
@@ -271,6 +275,7 @@ def train_step(
         ema=ema,
         gradient_sums=gradient_sums,
         reshard_after=reshard_after,
+        pipeline_chunks=pipeline_chunks,
     )
     return TrainStep(parts, allow_recompile, deterministic)
 

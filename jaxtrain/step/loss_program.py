@@ -11,6 +11,7 @@ from jaxtrain.transforms import (
     Groups,
     Hook,
     Policy,
+    Stages,
     add_hooks,
     convert_where_used,
     fuse_slices,
@@ -46,6 +47,7 @@ class LossProgram(NamedTuple):
       platform: The platform that the program is compiled for; None for that of the default backend.
       groups: Groups of rows whose gradients are summed once a window; None to sum over all rows at once.
       gather: Gathers the parameters of which every device keeps a copy for the window; None to keep none.
+      stages: Stages of a pipeline that a window's micro-batches pass through; None for no pipeline.
     """
 
     loss_fn: LossFn
@@ -57,6 +59,7 @@ class LossProgram(NamedTuple):
     platform: str | None = None
     groups: Groups | None = None
     gather: Gather | None = None
+    stages: Stages | None = None
 
     @property
     def is_on_mesh(self) -> bool:

@@ -61,6 +61,18 @@ def earliest(first: Nonfinite, second: Nonfinite) -> Nonfinite:
     return _select(first.leaf >= 0, first, second)
 
 
+def first_nonfinite(finite: jax.Array) -> Nonfinite:
+    """Return the location of the first gradient that is not finite, of bool[micro-batches, leaves].
+
+    >>> location = first_nonfinite(jnp.array([[True, True], [True, False]]))
+    >>> int(location.micro_batch), int(location.leaf)
+    (1, 1)
+    """
+    first = jnp.argmin(finite.all(1))
+    location = Nonfinite(first.astype(np.int32), jnp.argmin(finite[first]).astype(np.int32))
+    return _select(finite.all(), none_nonfinite(), location)
+
+
 def leaf_name(params: Any, leaf: int) -> str:
     """Return the path of a trained parameter, from the metric `nonfinite_leaf`.
 

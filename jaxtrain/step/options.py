@@ -20,6 +20,7 @@ def check_options(
     allow_recompile: Any,
     gradient_sums: Any,
     reshard_after: Any,
+    pipeline_chunks: Any,
 ) -> None:
     """Raise `UserError` for an option of another type, or out of range."""
     if not callable(accumulate) and (not _is_int(accumulate) or accumulate < 1):
@@ -59,6 +60,8 @@ def check_options(
         raise UserError(f"gradient_sums must be 'whole' or 'sharded', got {gradient_sums!r}: use 'whole'")
     if reshard_after not in ("forward", "window"):
         raise UserError(f"reshard_after must be 'forward' or 'window', got {reshard_after!r}: use 'forward'")
+    if not _is_int(pipeline_chunks) or pipeline_chunks < 1:
+        raise UserError(f"pipeline_chunks must be an integer of at least 1, got {pipeline_chunks!r}: use 1")
 
 
 def _is_int(x: Any) -> bool:

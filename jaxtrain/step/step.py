@@ -37,9 +37,14 @@ from jaxtrain.step.mistakes import describe, same_structure
 from jaxtrain.step.nonfinite import Nonfinite, locate_nonfinite
 from jaxtrain.step.objective import Compute, Loss
 from jaxtrain.step.partial_sums import with_sums, zero_sums
+from jaxtrain.step.pipeline import pipelined_window
 from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, require_state, require_trainable
+<<<<<<< HEAD
 from jaxtrain.step.window_loop import LONGEST, scan_window
 from jaxtrain.transforms import Groups, unfilled_stacks
+=======
+from jaxtrain.transforms import Groups, Stages, unfilled_stacks
+>>>>>>> main
 
 Metrics = dict[str, jax.Array]
 Step = Callable[..., tuple[TrainState, Metrics]]
@@ -61,6 +66,7 @@ class StepParts(NamedTuple):
       gradient_sums: Along fsdp, whether devices keep "whole" sums of a window's gradients, or "sharded" ones.
       reshard_after: Along fsdp, whether devices keep gathered parameters until a layer's "forward" pass has ended, or
         until the "window" has.
+      pipeline_chunks: Chunks of layers of each device along pipeline.
     """
 
     loss: LossProgram
@@ -74,6 +80,7 @@ class StepParts(NamedTuple):
     ema: float | None
     gradient_sums: str = "whole"
     reshard_after: str = "forward"
+    pipeline_chunks: int = 1
 
     def constrained(
         self,
@@ -81,12 +88,15 @@ class StepParts(NamedTuple):
         platform: str,
         groups: Groups | None = None,
         gather: Gather | None = None,
+        stages: Stages | None = None,
     ) -> "StepParts":
         """Return the parts of the same step on a mesh of a platform, whose sharding constraints `constrain` adds.
 
-        The gradients of `groups` of rows are added once a window, and `gather` gathers parameters once a window.
+        The gradients of `groups` of rows are added once a window, and `gather` gathers parameters once a window. The
+        micro-batches of a window pass through `stages`.
         """
-        return self._with_loss(self.loss._replace(constrain=constrain, platform=platform, groups=groups, gather=gather))
+        loss = self.loss._replace(constrain=constrain, platform=platform, groups=groups, gather=gather, stages=stages)
+        return self._with_loss(loss)
 
     def for_platform(self, platform: str) -> "StepParts":
         """Return the parts of the same step compiled for a platform."""
@@ -218,6 +228,8 @@ def micro_gradient(
 
 def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: int) -> Gradient:
     """Accumulate the gradients of a window's micro-batches, in order."""
+    if parts.loss.stages is not None:
+        return _pipelined_gradient(parts, state, micro_batches, k, parts.loss.stages)
     first = micro_batches if k == 1 else jax.tree.map(lambda x: x[0], micro_batches)
     copies = parts.loss.copies(state.params, first, micro_batch_key(state.rng, state.micro_step), state.model_state)
     if k == 1:
@@ -239,6 +251,26 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
     metrics = jax.tree.map(lambda x: x.sum(0), metrics)
     grads = mean_gradient(window)
     return Gradient(grads if groups is None else groups.add(grads), window.loss, metrics, model_state, window.nonfinite)
+
+
+def _pipelined_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: int, stages: Stages) -> Gradient:
+    """Accumulate the gradients of a window's micro-batches in a pipeline."""
+    if state.model_state is not None:
+        raise UserError("the mesh axis pipeline does not support model state, such as BatchNorm's: use data or fsdp")
+    trained, frozen = partition(state.params, parts.frozen)
+    groups = parts.loss.groups if k > 1 else None
+
+    def compute(variables: Any, fixed: Any, micro_batch: Any, rng: jax.Array) -> tuple[Loss, dict[str, Loss]]:
+        params = merge(variables, fixed) if groups is None else with_sums(fixed, variables)
+        loss, metrics, _ = parts.compute_loss(params, micro_batch, rng, None)
+        return loss, metrics
+
+    variables, fixed = (trained, frozen) if groups is None else (zero_sums(trained, groups), state.params)
+    window = jax.tree.map(lambda x: x[None], micro_batches) if k == 1 else micro_batches
+    keys = jax.vmap(partial(micro_batch_key, state.rng))(state.micro_step + jnp.arange(k, dtype=np.int32))
+    found = pipelined_window(compute, variables, fixed, window, keys, current_scale(state.loss_scale), stages)
+    grads = found.grads if groups is None else groups.add(found.grads)
+    return Gradient(grads, found.loss, found.metrics, None, found.nonfinite)
 
 
 def update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[TrainState, Metrics]:

@@ -6,15 +6,16 @@ from jaxtrain.transforms.casts import widen as widen
 from jaxtrain.transforms.gathered import DIVIDED_LOOKUP as DIVIDED_LOOKUP
 from jaxtrain.transforms.gathered import used_dtypes as used_dtypes
 from jaxtrain.transforms.gathered import with_copies as with_copies
+from jaxtrain.transforms.groups import Groups as Groups
+from jaxtrain.transforms.groups import Partial as Partial
 from jaxtrain.transforms.hooks import Hook as Hook
 from jaxtrain.transforms.hooks import add_hooks as add_hooks
 from jaxtrain.transforms.hooks import hook
+from jaxtrain.transforms.layers import LayeredFunction as LayeredFunction
 from jaxtrain.transforms.logits import overwrite_logits as overwrite_logits
 from jaxtrain.transforms.loops import at_most as at_most
 from jaxtrain.transforms.loops import most_times as most_times
 from jaxtrain.transforms.merged_rows import UnmergeRows as UnmergeRows
-from jaxtrain.transforms.partial_gradients import Groups as Groups
-from jaxtrain.transforms.partial_gradients import Partial as Partial
 from jaxtrain.transforms.partial_gradients import partial_gradients as partial_gradients
 from jaxtrain.transforms.policies import Policy
 from jaxtrain.transforms.policies import policy as policy
@@ -28,10 +29,13 @@ from jaxtrain.transforms.recompute import recomputed as recomputed
 from jaxtrain.transforms.remat import BLOCK as BLOCK
 from jaxtrain.transforms.remat import block
 from jaxtrain.transforms.remat import remat as remat
+from jaxtrain.transforms.residuals import StoredResiduals as StoredResiduals
 from jaxtrain.transforms.scanned import fuse_slices as fuse_slices
 from jaxtrain.transforms.scanned import save_costly as save_costly
 from jaxtrain.transforms.split_products import split_products as split_products
 from jaxtrain.transforms.stacks import unfilled_stacks as unfilled_stacks
+from jaxtrain.transforms.stages import Schedule as Schedule
+from jaxtrain.transforms.stages import Stages as Stages
 from jaxtrain.transforms.stored import convert_where_used as convert_where_used
 from jaxtrain.transforms.unroll import unroll as unroll
 

@@ -9,83 +9,22 @@ or a lookup uses it, the gradient flows to the zeros, group by group. Every othe
 and divided among the groups' sums.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.transforms.biased_product import biased_product
 from jaxtrain.transforms.gathered import DIVIDED_LOOKUP, GATHERED_COPY
-
-
-class Partial(NamedTuple):
-    """A parameter whose gradient is computed as partial sums.
-
-    Attributes:
-      value: The parameter.
-      sums: Zeros, [groups, …]: the gradient of the result by them is the partial sums.
-    """
-
-    value: jax.Array
-    sums: jax.Array
-
-
-class Groups:
-    """The groups of rows, here without a mesh that shards them.
-
-    Attributes:
-      axes: The mesh axes that shard the groups.
-      sizes: Their sizes.
-      size: The number of groups.
-    """
-
-    def __init__(self, axes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
-        self.axes, self.sizes, self.size = axes, sizes, math.prod(sizes)
-
-    def of_sums(self, sums: jax.Array) -> "Groups":
-        """Return the groups of these sums, [groups, …]: fewer for parameters that groups have of their own."""
-        del sums
-        return self
-
-    def zeros(self, params: Any) -> Any:
-        """Return zeros [groups, …] for every parameter."""
-        return jax.tree.map(lambda x: self.shard(jnp.zeros((self.size, *x.shape), x.dtype)), params)
-
-    def shard(self, x: jax.Array, like: Any = None) -> jax.Array:
-        """Shard an array [groups, …]: its first axis over the groups, its others as the sharding `like` does."""
-        del like
-        return x
-
-    def each(self, compute: Callable[..., jax.Array], rows: tuple[int, ...]) -> Callable[..., jax.Array]:
-        """Return a function that applies `compute` to the rows of each group, and stacks the results.
-
-        Args:
-          compute: A function of arrays.
-          rows: The axis of each array that is rows.
-        """
-
-        def stacked(*arrays: jax.Array) -> jax.Array:
-            parts = [jnp.split(x, self.size, axis) for x, axis in zip(arrays, rows, strict=True)]
-            return jnp.stack([compute(*group) for group in zip(*parts, strict=True)])
-
-        return stacked
-
-    def place(self, gradient: jax.Array) -> jax.Array:
-        """Return an array [groups, …] whose sum is a gradient of all rows."""
-        is_first = lax.broadcasted_iota(np.int32, (self.size,) + (1,) * gradient.ndim, 0) == 0
-        return jnp.where(is_first, gradient[None], jnp.zeros_like(gradient)[None])
-
-    def add(self, sums: Any) -> Any:
-        """Add the groups' sums, [groups, …] to […]."""
-        return jax.tree.map(lambda x: x.sum(0), sums)
+from jaxtrain.transforms.groups import Groups, Partial
+from jaxtrain.transforms.recompute import Gradient, gradient_on_gpu
 
 
 def partial_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[..., Any]:
@@ -114,7 +53,8 @@ def partial_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[.
             return compute(params, *rest)
 
         def evaluate(closed: ClosedJaxpr, values: list[Any]) -> list[Any]:
-            outs = jaxpr.interpret(closed.jaxpr, closed.consts, [*leaves, *values[len(leaves) :]], _rule(groups))
+            rule = _rule(groups, {x.shape[0] for x in jax.tree.leaves(rest[:1]) if x.ndim})
+            outs = jaxpr.interpret(closed.jaxpr, closed.consts, [*leaves, *values[len(leaves) :]], rule)
             return [_summed(x, groups) for x in outs]
 
         values = [x.value if _is_partial(x) else x for x in leaves]
@@ -129,7 +69,9 @@ CONVOLUTION = "conv_general_dilated"
 _CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
 
 
-def _rule(of_rows: Groups) -> jaxpr.Rule:
+def _rule(of_rows: Groups, counts: Collection[int]) -> jaxpr.Rule:
+    """Return the rule for a batch of which arrays have these numbers of rows."""
+
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
         name = eqn.primitive.name
         is_lookup = jaxpr.is_call(eqn, DIVIDED_LOOKUP)
@@ -145,12 +87,15 @@ def _rule(of_rows: Groups) -> jaxpr.Rule:
         if name == "shard_map":
             return _shard_map(eqn, args, run, of_rows)
         groups, *others = {own.size: own for own in (of_rows.of_sums(x.sums) for x in args if _is_partial(x))}.values()
-        if not others and (rows := _row_axes(eqn, args)) and rows.size % groups.size == 0:
+        on_gpu = gradient_on_gpu(eqn)
+        if not others and on_gpu is not None and _are_vectors_by_row(args, groups):
+            return [_recomputed_by_group(eqn, args, on_gpu, groups)]
+        if not others and (rows := _row_axes(eqn, args, counts)) and rows.size % groups.size == 0:
             return [_by_group(eqn, args, rows, groups)]
         if name == "sharding_constraint":
             (x,) = args
             return [Partial(jaxpr.bind(eqn, [x.value])[0], groups.shard(x.sums, eqn.params["sharding"]))]
-        is_layout = name in (*_LAYOUT, "gather") or (name == "broadcast_in_dim" and _has_size_of_operand(eqn))
+        is_layout = name in _LAYOUT or (name in ("broadcast_in_dim", "gather") and not _is_larger(eqn))
         if is_layout and not any(map(_is_partial, args[1:])):
             x, rest = args[0], args[1:]
             by_group = jax.vmap(lambda part: jaxpr.bind(eqn, [part, *rest])[0], spmd_axis_name=groups.axes)
@@ -162,10 +107,10 @@ def _rule(of_rows: Groups) -> jaxpr.Rule:
     return rule
 
 
-def _has_size_of_operand(eqn: JaxprEqn) -> bool:
-    """Return whether a broadcast only adds axes of size 1."""
+def _is_larger(eqn: JaxprEqn) -> bool:
+    """Return whether a broadcast or a lookup repeats values: partial sums would be repeated too."""
     sizes = [v.aval.size for v in (eqn.invars[0], eqn.outvars[0])]  # type: ignore[attr-defined]
-    return bool(sizes[0] == sizes[1])
+    return bool(sizes[0] < sizes[1])
 
 
 def _scan(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run, groups: Groups) -> list[Any]:
@@ -232,7 +177,7 @@ class _Rows(NamedTuple):
     size: int
 
 
-def _row_axes(eqn: JaxprEqn, args: list[Any]) -> _Rows | None:
+def _row_axes(eqn: JaxprEqn, args: list[Any], counts: Collection[int]) -> _Rows | None:
     """Return the rows of a product, a lookup or a broadcast; None if the gradient of its parameters sums none."""
     partial = [i for i, x in enumerate(args) if _is_partial(x)]
     operation, result = _operation(eqn), eqn.outvars[0].aval
@@ -255,7 +200,8 @@ def _row_axes(eqn: JaxprEqn, args: list[Any]) -> _Rows | None:
     if operation.primitive.name == "gather" and partial == [0]:
         numbers = operation.params["dimension_numbers"]
         rows = [i for i in range(result.ndim) if i not in numbers.offset_dims]  # type: ignore[attr-defined]
-        if rows and not numbers.operand_batching_dims:
+        # Positions, or pairs of them, are not rows.
+        if rows and not numbers.operand_batching_dims and args[1].shape[0] in counts:
             return _Rows({1: 0}, rows[0], args[1].shape[0])
     return None
 
@@ -263,7 +209,9 @@ def _row_axes(eqn: JaxprEqn, args: list[Any]) -> _Rows | None:
 def _operation(eqn: JaxprEqn) -> JaxprEqn:
     """Return the biased product within its custom_jvp, and the lookup within its call; other equations as they are."""
     if jaxpr.is_call(eqn, DIVIDED_LOOKUP):
-        return next(inner for inner in eqn.params["jaxpr"].jaxpr.eqns if inner.primitive.name == "gather")
+        # A custom_jvp contains the lookup of a table in 16 bits.
+        within = [e.params.get("call_jaxpr", eqn.params["jaxpr"]).jaxpr.eqns for e in eqn.params["jaxpr"].jaxpr.eqns]
+        return next(inner for eqns in within for inner in eqns if inner.primitive.name == "gather")
     if eqn.primitive.name == "custom_jvp_call":
         (first, *more) = eqn.params["call_jaxpr"].jaxpr.eqns
         if first.primitive.name == BIASED_PRODUCT and not more:
@@ -345,6 +293,39 @@ def _convolution_sums(eqn: JaxprEqn, values: Sequence[Any], gradient: Any, rows:
 
     shape = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
     return groups.each(of_group, (rows.operands[0], rows.result))(images, gradient)
+
+
+def _are_vectors_by_row(args: Sequence[Any], groups: Groups) -> bool:
+    """Return whether all arguments but the first are parameters, each the same for all rows of the first."""
+    x, *vectors = args
+    rows = all(_is_partial(v) and v.value.shape[0] == 1 for v in vectors)
+    return rows and not _is_partial(x) and x.shape[0] % groups.size == 0
+
+
+def _recomputed_by_group(eqn: JaxprEqn, args: Sequence[Any], on_gpu: Gradient, groups: Groups) -> Any:
+    """Apply a function marked by `recomputed`, such as a norm, whose gradients GPUs compute group by group."""
+    fn = jaxpr_as_fun(eqn.params["call_jaxpr"])
+
+    def forward(x: jax.Array, vectors: list[Partial]) -> Any:
+        return fn(x, *(v.value for v in vectors))[0]
+
+    def by_group(x: jax.Array, gradient: jax.Array, *vectors: jax.Array) -> tuple[jax.Array, ...]:
+        mapped = jax.vmap(lambda x, gradient: tuple(on_gpu(x, *vectors, gradient)), spmd_axis_name=groups.axes)
+        of_x, *sums = mapped(_split(x, 0, groups), _split(gradient, 0, groups))
+        return of_x.reshape(x.shape), *map(groups.shard, sums)
+
+    def by_all(x: jax.Array, gradient: jax.Array, *vectors: jax.Array) -> tuple[jax.Array, ...]:
+        of_x, *of_vectors = jax.vjp(fn, x, *vectors)[1]([gradient])
+        return of_x, *map(groups.place, of_vectors)
+
+    def backward(operands: Any, gradient: jax.Array) -> tuple[Any, list[Partial]]:
+        x, vectors = operands
+        of_x, *sums = lax.platform_dependent(x, gradient, *vectors, cuda=by_group, rocm=by_group, default=by_all)
+        return of_x, [Partial(None, of_vector) for of_vector in sums]  # type: ignore[arg-type]
+
+    apply = jax.custom_vjp(forward)
+    apply.defvjp(lambda x, vectors: (forward(x, vectors), (x, [v.value for v in vectors])), backward)
+    return apply(args[0], list(args[1:]))
 
 
 def _split(x: jax.Array, axis: int, groups: Groups) -> jax.Array:

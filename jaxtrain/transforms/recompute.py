@@ -91,7 +91,8 @@ def recompute_call(eqn: JaxprEqn, args: Sequence[Any], run: jaxpr.Run, result: A
       run: Evaluates a jaxpr.
       result: Dtype that the only user of its result rounds it to, so that its gradient has this dtype; None for none.
     """
-    body, on_gpu = eqn.params["jaxpr"], _GRADIENTS.get(eqn.params["name"])
+    body, name = eqn.params["jaxpr"], eqn.params["name"]
+    on_gpu = _GRADIENTS.get(name)
 
     def fn(*args: Any) -> list[Any]:
         outs = run(body.jaxpr, body.consts, args)
@@ -99,7 +100,15 @@ def recompute_call(eqn: JaxprEqn, args: Sequence[Any], run: jaxpr.Run, result: A
 
     if on_gpu is None:
         return list(recompute(fn, args, body.jaxpr))
-    return [_with_gradient(jax.make_jaxpr(fn)(*args), on_gpu, args)]
+    return [_with_gradient(jax.make_jaxpr(fn)(*args), on_gpu, args, name)]
+
+
+def gradient_on_gpu(eqn: JaxprEqn) -> Gradient | None:
+    """Return the gradient on GPUs of an evaluated call of a marked function; None for any other equation."""
+    if eqn.primitive.name != "custom_vjp_call":
+        return None
+    scopes = (part.name for part in eqn.source_info.name_stack.stack)
+    return next((_GRADIENTS[name] for name in scopes if name in _GRADIENTS), None)
 
 
 def recompute(fn: Callable[..., Any], args: Sequence[Any], traced: Jaxpr) -> Any:
@@ -109,8 +118,8 @@ def recompute(fn: Callable[..., Any], args: Sequence[Any], traced: Jaxpr) -> Any
     return jax.checkpoint(fn, prevent_cse=not _reduces(traced))(*args)
 
 
-def _with_gradient(closed: ClosedJaxpr, on_gpu: Gradient, args: Sequence[Any]) -> Any:
-    """Evaluate a function with one result, whose gradient on a GPU is `on_gpu`."""
+def _with_gradient(closed: ClosedJaxpr, on_gpu: Gradient, args: Sequence[Any], name: str) -> Any:
+    """Evaluate a function with one result, whose gradient on a GPU is `on_gpu`, by its name."""
 
     def fn(*args: Any) -> Any:
         return jaxpr_as_fun(closed)(*args)[0]
@@ -125,7 +134,7 @@ def _with_gradient(closed: ClosedJaxpr, on_gpu: Gradient, args: Sequence[Any]) -
     with_gradient = jax.custom_vjp(fn)
     # Not by `with_gradient` itself, which policies of rematerialization would take for a costly operation.
     with_gradient.defvjp(lambda *args: (fn(*args), args), backward)
-    with jax.named_scope(RECOMPUTED):
+    with jax.named_scope(RECOMPUTED), jax.named_scope(name):
         return with_gradient(*args)
 
 
@@ -147,10 +156,10 @@ class _Recomputed:
             if not any(getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16) for x in jax.tree.leaves(args)):
                 return fn(*args)
             closed = jax.make_jaxpr(fn)(*args)
-            return recompute(fn, args, closed.jaxpr) if on_gpu is None else _with_gradient(closed, on_gpu, args)
+            return recompute(fn, args, closed.jaxpr) if on_gpu is None else _with_gradient(closed, on_gpu, args, name)
 
-        recomputed_in_low_precision.__name__ = RECOMPUTED
+        name = RECOMPUTED if on_gpu is None else f"{RECOMPUTED}_{next(_NUMBERS)}"
+        recomputed_in_low_precision.__name__ = name
         if on_gpu is not None:
-            recomputed_in_low_precision.__name__ += f"_{next(_NUMBERS)}"
-            _GRADIENTS[recomputed_in_low_precision.__name__] = on_gpu
+            _GRADIENTS[name] = on_gpu
         return recomputed_in_low_precision

@@ -86,3 +86,14 @@ def test_a_conditional_counts_its_most_expensive_branch():
         return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
 
     assert flops(fn, jnp.ones((2, 2))) == 2 * 16
+
+
+def test_a_product_by_groups_of_rows_counts_each_row_once():
+    sizes = jnp.array([3, 4, 5], jnp.int32)
+
+    def product(x, weights):
+        return jax.lax.ragged_dot(x, weights, sizes).sum()
+
+    shapes = jnp.ones((12, 7)), jnp.ones((3, 7, 5))
+    assert flops(product, *shapes) == 2 * 12 * 7 * 5
+    assert flops(jax.grad(product, (0, 1)), *shapes) == 3 * 2 * 12 * 7 * 5

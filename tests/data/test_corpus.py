@@ -206,6 +206,14 @@ def test_few_of_ten_thousand_shards_are_open(tmp_path):
     assert (pickle.loads(pickle.dumps(rows))[7]["tokens"] == rows[7]["tokens"]).all()
 
 
+def test_the_system_reads_nothing_around_a_row_from_the_disk(tmp_path):
+    rows = CorpusRows(TokenCorpus(write_corpus(tmp_path / "a", 2)), 8)
+    rows[0]
+    _, found, mapping = Path("/proc/self/smaps").read_text().partition(str(tmp_path / "a"))
+    assert found
+    assert "rr" in mapping.split("VmFlags:")[1].partition("\n")[0].split()  # MADV_RANDOM
+
+
 def test_recipes_read_corpora_mixed_by_weights(tmp_path, tokenizer_file):
     folders = [write_corpus(tmp_path / name, 30, seed, vocabulary=256) for seed, name in enumerate("ab")]
     recipe = named_recipe("gpt-stdlib")

@@ -134,14 +134,15 @@ def _resnet() -> Run:
     return _with_state(model, call, partial(_images, 8, 3), resnet.SHARDING)
 
 
-def _gpt2() -> Run:
-    config = gpt2.GPT2Config(VOCABULARY, TOKENS, n_embd=32, n_layer=2, n_head=4, dropout=0.1)
+def gpt2_run(layers: int = 2) -> Run:
+    """Return a run of a GPT-2 with dropout."""
+    config = gpt2.GPT2Config(VOCABULARY, TOKENS, n_embd=32, n_layer=layers, n_head=4, dropout=0.1)
     call = lambda apply, params, batch, rng: apply(params, batch["tokens"], rng)  # noqa: E731
     return _stateless(lambda: gpt2.GPT2(config, rngs=nnx.Rngs(0)), call, _tokens, gpt2.SHARDING)
 
 
 def _lora() -> Run:
-    whole = _gpt2()
+    whole = gpt2_run()
     config = gpt2.GPT2Config(VOCABULARY, TOKENS, n_embd=32, n_layer=2, n_head=4)
     adapters = lora.LoraConfig(".*(qkv|mlp_proj)/kernel", r=4, dropout=0.1)
     apply, _ = functional(nnx.eval_shape(lambda: gpt2.GPT2(config, rngs=nnx.Rngs(0))))
@@ -159,7 +160,7 @@ def _lora() -> Run:
 
 def llama_run(**settings: Any) -> Run:
     """Return a run of a model of the Llama family with these settings."""
-    config = llama.LlamaConfig(**LLAMA, attention_dropout=0.1, **settings)
+    config = llama.LlamaConfig(**{**LLAMA, "attention_dropout": 0.1, **settings})
     call = lambda apply, params, batch, rng: apply(params, batch["tokens"], rng)  # noqa: E731
     return _stateless(lambda: llama.Llama(config, rngs=nnx.Rngs(0)), call, _tokens, llama.SHARDING)
 
@@ -232,7 +233,7 @@ RUNS: dict[str, Callable[..., Run]] = {
     "mlp": _mlp,
     "cnn": _cnn,
     "resnet": _resnet,
-    "gpt2": _gpt2,
+    "gpt2": gpt2_run,
     "lora": _lora,
     "llama": partial(llama_run, tie_word_embeddings=True),
     "packed": packed_run,
@@ -241,6 +242,14 @@ RUNS: dict[str, Callable[..., Run]] = {
     "vit": _vit,
     "t5": _t5,
 }
+
+
+PIPELINED: dict[str, Callable[..., Run]] = {
+    "gpt2": partial(gpt2_run, layers=4),
+    "llama": partial(llama_run, num_hidden_layers=4),
+    **{name: RUNS[name] for name in ("lora", "packed", "mixtral", "bert", "vit")},
+}
+"""Runs whose layers a pipeline divides; those of RUNS have two layers."""
 
 
 def configurations(name: str) -> list[Callable[[], tuple[Any, Any]]]:

@@ -12,7 +12,7 @@ from jax.experimental.mesh_utils import create_hybrid_device_mesh
 
 from jaxtrain.distributed import local_rows, make_mesh, place_batch, place_whole_batch
 from jaxtrain.distributed.device_order import ordered_devices
-from jaxtrain.distributed.mesh import data_parallel_size, parse_mesh
+from jaxtrain.distributed.mesh import AXES, data_parallel_size, parse_mesh
 from jaxtrain.distributed.rows import local_data_parallel_size
 from jaxtrain.errors import UserError
 
@@ -21,7 +21,10 @@ from jaxtrain.errors import UserError
     ("spec", "message"),
     [
         ("data=2,tensor=3", "mesh 'data=2,tensor=3' has 6 devices, got 4: make its sizes multiply to 4"),
-        ("dta=4", "mesh 'dta=4' has an axis 'dta': use dcn, data, fsdp, expert, sequence, tensor, as in data=2,fsdp=4"),
+        (
+            "dta=4",
+            f"mesh 'dta=4' has an axis 'dta': use {', '.join(AXES)}, as in data=2,fsdp=4",
+        ),
         ("data=2,data=2", "mesh 'data=2,data=2' gives data twice: give it once"),
         ("data=0", "mesh 'data=0' gives data the size '0': it must be a number of devices, 1 or more"),
         (
@@ -29,7 +32,7 @@ from jaxtrain.errors import UserError
             f"mesh 'data={'9' * 54}… gives data the size '{'9' * 59}…: it must be a number of devices, 1 or more",
         ),
         ("data", "mesh 'data' gives data the size '': it must be a number of devices, 1 or more"),
-        ("", "mesh '' has an axis '': use dcn, data, fsdp, expert, sequence, tensor, as in data=2,fsdp=4"),
+        ("", f"mesh '' has an axis '': use {', '.join(AXES)}, as in data=2,fsdp=4"),
     ],
 )
 def test_an_invalid_mesh_raises_an_error_with_its_remedy(spec, message):

@@ -46,7 +46,7 @@ def test_every_parameter_has_a_rule_of_its_rank_and_every_rule_is_used(name):
 
 
 @pytest.mark.parametrize("name", sorted(RULES.keys() - {"cnn", "resnet", "mlp", "lora"}))
-def test_the_axis_of_layers_is_never_sharded(name):
+def test_the_axis_of_layers_is_sharded_by_a_pipeline_alone(name):
     params, _ = jax.eval_shape(RUNS[name]().make)
     shardings = param_shardings(params, make_mesh("fsdp=2,tensor=2"), RULES[name])
     stacked = [
@@ -55,7 +55,8 @@ def test_the_axis_of_layers_is_never_sharded(name):
         if re.search("blocks|layers", path_name(path))
     ]
     assert stacked
-    assert all(spec[0] is None for spec in stacked)
+    assert {spec[0] for spec in stacked} == {None if name == "t5" else "pipeline"}
+    assert all("pipeline" not in spec[1:] for spec in stacked)
 
 
 def test_a_parameter_without_a_rule_raises_an_error():
@@ -106,7 +107,7 @@ def test_moments_and_averages_are_sharded_like_their_parameter(optimizer, moment
         for path, s in jax.tree_util.tree_leaves_with_path(shardings)
         if path_name(path).endswith("blocks/fc/kernel")
     }
-    sharded = [name for name, spec in fc_specs.items() if spec == P(None, "fsdp", "tensor")]
+    sharded = [name for name, spec in fc_specs.items() if spec == P("pipeline", "fsdp", "tensor")]
     # The parameter, its average, the sum of its gradients and its moments, unless they are factored.
     assert len(sharded) == 3 + moments
     assert shardings.step.spec == shardings.rng.spec == P()

@@ -8,13 +8,16 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.cpu.threads import reserve_collective_threads
 from jaxtrain.distributed import make_mesh, shard
+from jaxtrain.models import Llama, LlamaConfig, functional, llama
 from tests.distributed.deep import LAYERS, POSITIONS, ROWS, TOKENS, VOCABULARY, WIDTH, deep
 from tests.distributed.programs import RUNS, SEQUENCES, distance, train
 
@@ -207,3 +210,32 @@ def test_memory_of_the_state_on_eight_devices_is_an_eighth():
     for n, (arguments, temporaries) in memory.items():
         assert abs(arguments * n - memory[1][0]) < 2048, memory
         assert temporaries * n < 2 * memory[1][1], memory
+
+
+@pytest.mark.nightly
+def test_windows_divide_the_lookup_of_a_table_in_16_bits():
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=8,
+    )
+    apply, params = functional(Llama(config, rngs=nnx.Rngs(0)))
+    tokens = jax.random.randint(jax.random.key(0), (16, 9), 0, 512)
+
+    def loss_fn(params, batch, rng):
+        return jt.Predictions(apply(params, batch[:, :-1]), batch[:, 1:], jnp.ones((len(batch), 8))).loss(), {}
+
+    def last_metrics(mesh):
+        step = jt.train_step(loss_fn, optax.sgd(0.5), accumulate=2, precision="bf16_compute")
+        step = step if mesh is None else shard(step, make_mesh(mesh, jax.devices()[:4]), llama.SHARDING)
+        state = step.init(jax.tree.map(jnp.copy, params))
+        for _ in range(3):
+            state, metrics = step(state, tokens)
+        return float(metrics["loss"]), float(metrics["grad_norm"])
+
+    assert last_metrics("data=2,fsdp=2") == pytest.approx(last_metrics(None), rel=1e-3)

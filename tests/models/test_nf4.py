@@ -172,7 +172,7 @@ def test_quantized_kernels_are_sharded_as_their_kernels():
     shapes = jax.eval_shape(lambda: model(sizes)[2])
     rules = lora.sharding(nf4.sharding(gpt2.SHARDING))
     found = param_shardings({"base": shapes}, make_mesh("fsdp=2,tensor=2"), rules)["base"]["blocks"]["fc"]["kernel"]
-    assert found.packed.spec == found.magnitudes.spec == P(None, "tensor", "fsdp")
+    assert found.packed.spec == found.magnitudes.spec == P("pipeline", "tensor", "fsdp")
     assert found.scales.is_fully_replicated
     assert found.offset.is_fully_replicated
 

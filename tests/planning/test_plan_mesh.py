@@ -325,7 +325,7 @@ def test_the_tables_are_printed_before_the_error_that_nothing_fits(capsys):
     ("flags", "message"),
     [
         ("--mesh data=3", "batch_size 16 is not divisible by accumulate 1 × the 3 devices of mesh 'data=3'"),
-        ("--mesh rows=2", "mesh 'rows=2' has an axis 'rows': use dcn, data, fsdp"),
+        ("--mesh rows=2", "mesh 'rows=2' has an axis 'rows': use dcn, pipeline, data, fsdp"),
         ("--mesh data=2,data=2", "gives data twice"),
         ("--mesh data=0", "gives data the size '0'"),
         ("--mesh data=2048", "mesh 'data=2048' has 2,048 devices: use at most 1,024"),

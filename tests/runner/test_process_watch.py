@@ -35,7 +35,7 @@ class Clock:
             ["process 1 is 10 s behind at step 40 (in the step)", "process 2 is 10 s behind at step 39 (logging)"]),
         # All are in the collective, but one no longer reports.
         ([(41, STEP), None, (41, STEP)],
-            ["process 1 has not reported for 10 s, since step 41 (in the step)"]),
+            ["process 1 has not reported for 6 s, since step 41 (in the step)"]),
         ([(41, STEP), (41, EVALUATE), (41, EVALUATE)], ["process 0 is 10 s behind at step 41 (in the step)"]),
         # Nobody waits.
         ([(41, READ), (41, READ), (41, READ)], []),
@@ -56,9 +56,18 @@ def test_a_process_that_the_others_wait_for_is_named(
 
 
 def test_a_process_that_never_reports_is_named() -> None:
-    assert Clock(2).run(20, (0, COMPILE), None) == [
-        "warning: process 1 has not reported for 10 s, since step 0 (compiling)"
+    assert Clock(2).run(90, (0, COMPILE), None) == [
+        "warning: process 1 has not reported for 60 s, since step 0 (compiling)"
     ]
+
+
+def test_a_process_that_compiles_silently_is_named_once_others_wait() -> None:
+    clock = Clock(2)
+    assert clock.run(20, (0, STEP), (0, COMPILE)) == ["warning: process 1 is 10 s behind at step 0 (compiling)"]
+    clock = Clock(2)
+    assert clock.run(1, (0, COMPILE), (0, COMPILE)) == []
+    assert clock.run(30, (0, COMPILE), None) == []
+    assert clock.run(1, (0, STEP), None) == ["warning: process 1 has not reported for 31 s, since step 0 (compiling)"]
 
 
 def test_a_step_that_all_processes_are_in_hangs() -> None:

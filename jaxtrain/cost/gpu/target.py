@@ -23,8 +23,13 @@ from jaxtrain.errors import UserError
 from jaxtrain.fields import brief
 from jaxtrain.transforms.jax_internals import assumed_cudnn
 
-COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "0"}
-"""Options that make programs comparable. Without a device XLA would take Triton's first tiling of each product."""
+COMPILER_OPTIONS: dict[str, Any] = {
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_autotune_level": "0",
+    "xla_gpu_enable_cub_radix_sort": False,
+}
+"""Options that make programs comparable. Without a device XLA would take Triton's first tiling of each product, and
+cannot ask CUB for the workspace of a large sort."""
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,32 @@ def write_shard(path: Path, shard: Shard, metadata: Mapping[str, str]) -> None:
     partial.replace(path)
 
 
-def open_shard(path: Path, tokens: int, documents: int) -> Shard:
-    """Map a shard into memory.
+class MappedShard(NamedTuple):
+    """A shard in mapped memory.
+
+    Attributes:
+      shard: The documents.
+      content: The file.
+      begin: Where the tokens begin in the file.
+    """
+
+    shard: Shard
+    content: mmap.mmap
+    begin: int
+
+    def tokens(self, first: int, last: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Return tokens `first` to `last`, which the system starts to read from the disk as a whole."""
+        tokens = self.shard.tokens
+        start, stop = self.begin + first * tokens.itemsize, self.begin + last * tokens.itemsize
+        page = start - start % mmap.PAGESIZE
+        self.content.madvise(mmap.MADV_WILLNEED, page, stop - page)
+        return tokens[first:last]
+
+
+def open_shard(path: Path, tokens: int, documents: int) -> MappedShard:
+    """Map a shard into memory, for rows in random order: nothing around them is read from the disk.
+
+    The system's read-ahead would read 264 KiB for a row of 1,024 tokens, instead of 6.
 
     Args:
       path: The file.
@@ -96,7 +120,8 @@ def open_shard(path: Path, tokens: int, documents: int) -> Shard:
             f"{path} has {len(shard.tokens):,} tokens in {len(shard.offsets) - 1:,} documents, by the manifest"
             f" {tokens:,} in {documents:,}: {REMEDY}"
         )
-    return shard
+    content.madvise(mmap.MADV_RANDOM)
+    return MappedShard(shard, content, begin + header["tokens"]["data_offsets"][0])
 
 
 def _array(content: mmap.mmap, begin: int, dtype: str, shape: list[int], data_offsets: list[int]) -> NDArray[Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtrain.data.corpus.manifest import ShardEntry, read_manifest, tokenizer_digest
-from jaxtrain.data.corpus.shard import REMEDY, Shard, open_shard
+from jaxtrain.data.corpus.shard import REMEDY, MappedShard, open_shard
 from jaxtrain.data.tokens import Tokenizer
 from jaxtrain.errors import UserError
 
@@ -24,7 +24,7 @@ class _Piece(NamedTuple):
     """Tokens `first` to `last` of a shard."""
 
     file: str
-    shard: Shard
+    mapped: MappedShard
     first: int
     last: int
 
@@ -102,17 +102,18 @@ class TokenCorpus:
         pieces = [*self._pieces(start, stop)]
         is_first = np.zeros(stop - start, bool)
         end = 0
-        for file, shard, first, last in pieces:
+        for file, mapped, first, last in pieces:
             begin, end = end, end + last - first
-            low, high = np.searchsorted(shard.offsets, (first, last))
-            begins = shard.offsets[low:high] - first
+            offsets = mapped.shard.offsets
+            low, high = np.searchsorted(offsets, (first, last))
+            begins = offsets[low:high] - first
             if begins.size and not 0 <= begins.min() <= begins.max() < last - first:
                 raise UserError(f"{self.folder / file} is damaged, its offsets are not sorted: {REMEDY}")
             is_first[begin + begins] = True
         return self._joined(pieces), is_first
 
     def _joined(self, pieces: Sequence[_Piece]) -> NDArray[np.int32]:
-        tokens = [shard.tokens[first:last] for _, shard, first, last in pieces]
+        tokens = [mapped.tokens(first, last) for _, mapped, first, last in pieces]
         for piece, values in zip(pieces, tokens, strict=True):
             # The embedding has this many rows, and JAX would clamp larger tokens to the last.
             if (largest := values.max(initial=0)) >= self.vocabulary:
@@ -132,6 +133,6 @@ class TokenCorpus:
             start, number = last, number + 1
 
 
-def _open(folder: Path, entries: Sequence[ShardEntry], number: int) -> Shard:
+def _open(folder: Path, entries: Sequence[ShardEntry], number: int) -> MappedShard:
     entry = entries[number]
     return open_shard(folder / entry.file, entry.tokens, entry.documents)

@@ -10,10 +10,10 @@ from jaxtrain.models.llama.config import LlamaConfig
 SHARDING = {
     "embed_tokens": P("tensor", "fsdp"),
     "lm_head": P("fsdp", "tensor"),
-    "layers/.*/([qkv]|gate|up)_proj/kernel": P(None, "fsdp", "tensor"),
-    "layers/.*/([qkv]|gate|up)_proj/bias": P(None, ("tensor", "fsdp")),
-    "layers/.*/(o|down)_proj/kernel": P(None, "tensor", "fsdp"),
-    "layers/.*/(bias|scale)": P(None, "fsdp"),
+    "layers/.*/([qkv]|gate|up)_proj/kernel": P("pipeline", "fsdp", "tensor"),
+    "layers/.*/([qkv]|gate|up)_proj/bias": P("pipeline", ("tensor", "fsdp")),
+    "layers/.*/(o|down)_proj/kernel": P("pipeline", "tensor", "fsdp"),
+    "layers/.*/(bias|scale)": P("pipeline", "fsdp"),
     "norm/scale": P("fsdp"),
 }
 """Mesh axes that shard each axis, by parameter path, as for GPT-2."""

@@ -1,0 +1,99 @@
+"""The stages of a pipeline on a mesh: the mesh axis pipeline divides every array of stages, [p, …]."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.distributed.mesh import PIPELINE
+from jaxtrain.distributed.sharding import Rules
+from jaxtrain.errors import UserError
+from jaxtrain.step import StepParts
+from jaxtrain.transforms import Stages
+
+
+def pipeline_stages(mesh: Mesh, chunks: int) -> Stages | None:
+    """Return the stages of a mesh; None without a pipeline."""
+    return MeshStages(mesh, chunks) if mesh.shape.get(PIPELINE, 1) > 1 else None
+
+
+def require_pipelined(parts: StepParts, rules: Rules | None, size: int) -> None:
+    """Raise `UserError` for a step that a pipeline cannot run."""
+    if rules is None:
+        raise UserError(
+            f"mesh axis pipeline={size} divides no layers without sharding rules: give rules such as "
+            "{'layers/.*': P('pipeline')} for parameters [layers, …]"
+        )
+    if callable(parts.accumulate):
+        raise UserError("accumulate is a schedule, whose micro-batches cannot fill a pipeline: use a number")
+    if parts.loss.hooks:
+        raise UserError(f"hooks {list(parts.loss.hooks)} are not applied in a pipeline: use other axes, or no hooks")
+    if parts.reshard_after != "forward":
+        raise UserError("a pipeline gathers parameters of fsdp in every tick: use reshard_after='forward'")
+    if parts.loss.unroll:
+        raise UserError("unroll removes the loop over layers, which a pipeline divides: use unroll=False")
+
+
+class MeshStages(Stages):
+    """The stages along the mesh axis pipeline. Other axes divide the rest of each array, as the compiler propagates."""
+
+    def __init__(self, mesh: Mesh, chunks: int) -> None:
+        super().__init__(mesh.shape[PIPELINE], chunks)
+        self._mesh = mesh
+
+    def map(self, fn: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
+        """As `Stages.map`."""
+        return jax.vmap(fn, in_axes=in_axes, spmd_axis_name=PIPELINE)
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """As `Stages.split`."""
+        return self._constrain(super().split(x), 1)
+
+    def join(self, x: jax.Array) -> jax.Array:
+        """As `Stages.join`."""
+        return self._constrain(super().join(self._constrain(x, 1)), 0)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any, axis: int = 0) -> jax.Array:
+        """As `Stages.zeros`."""
+        return self._constrain(super().zeros(shape, dtype), axis)
+
+    def shift(self, x: jax.Array, by: int) -> jax.Array:
+        """As `Stages.shift`."""
+        # The last stage sends nothing to the first, except for the next chunk.
+        ends = range(self.size) if self.chunks > 1 else range(max(-by, 0), self.size - max(by, 0))
+        pairs = [(i, (i + by) % self.size) for i in ends]
+        return self._per_stage(partial(lax.ppermute, axis_name=PIPELINE, perm=pairs), P(PIPELINE))(x)
+
+    def pick(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        """As `Stages.pick`."""
+        return self._per_stage(_element, P(None, PIPELINE), P(PIPELINE))(x, index)
+
+    def pick_shared(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        """As `Stages.pick_shared`."""
+        return self._per_stage(lambda x, i: _element(x, i)[None], P(), P(PIPELINE))(x, index)
+
+    def add(self, x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
+        """As `Stages.add`."""
+
+        def added(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
+            new = lax.dynamic_index_in_dim(x, index[0], 0) + values[None]
+            return lax.dynamic_update_slice_in_dim(x, new, index[0], 0)
+
+        specs = P(None, PIPELINE), P(PIPELINE), P(PIPELINE)
+        return self._per_stage(added, *specs, out=P(None, PIPELINE))(x, index, values)
+
+    def _per_stage(self, fn: Callable[..., jax.Array], *specs: P, out: P | None = None) -> Callable[..., jax.Array]:
+        options: dict[str, Any] = {"axis_names": frozenset({PIPELINE}), "check_vma": False}
+        return jax.shard_map(fn, mesh=self._mesh, in_specs=specs, out_specs=out or P(PIPELINE), **options)
+
+    def _constrain(self, x: jax.Array, axis: int) -> jax.Array:
+        spec = P(*(PIPELINE if i == axis else None if i < axis else P.UNCONSTRAINED for i in range(x.ndim)))
+        return lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
+
+
+def _element(x: jax.Array, index: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(x, index[0], 0, keepdims=False)

@@ -1,0 +1,72 @@
+"""Groups of a micro-batch's rows, and parameters whose gradients are partial sums, one for each group."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+class Partial(NamedTuple):
+    """A parameter whose gradient is computed as partial sums.
+
+    Attributes:
+      value: The parameter.
+      sums: Zeros, [groups, …]: the gradient of the result by them is the partial sums.
+    """
+
+    value: jax.Array
+    sums: jax.Array
+
+
+class Groups:
+    """The groups of rows, here without a mesh that shards them.
+
+    Attributes:
+      axes: The mesh axes that shard the groups.
+      sizes: Their sizes.
+      size: The number of groups.
+    """
+
+    def __init__(self, axes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+        self.axes, self.sizes, self.size = axes, sizes, math.prod(sizes)
+
+    def of_sums(self, sums: jax.Array) -> "Groups":
+        """Return the groups of these sums, [groups, …]: fewer for parameters that groups have of their own."""
+        del sums
+        return self
+
+    def zeros(self, params: Any) -> Any:
+        """Return zeros [groups, …] for every parameter."""
+        return jax.tree.map(lambda x: self.shard(jnp.zeros((self.size, *x.shape), x.dtype)), params)
+
+    def shard(self, x: jax.Array, like: Any = None) -> jax.Array:
+        """Shard an array [groups, …]: its first axis over the groups, its others as the sharding `like` does."""
+        del like
+        return x
+
+    def each(self, compute: Callable[..., jax.Array], rows: tuple[int, ...]) -> Callable[..., jax.Array]:
+        """Return a function that applies `compute` to the rows of each group, and stacks the results.
+
+        Args:
+          compute: A function of arrays.
+          rows: The axis of each array that is rows.
+        """
+
+        def stacked(*arrays: jax.Array) -> jax.Array:
+            parts = [jnp.split(x, self.size, axis) for x, axis in zip(arrays, rows, strict=True)]
+            return jnp.stack([compute(*group) for group in zip(*parts, strict=True)])
+
+        return stacked
+
+    def place(self, gradient: jax.Array) -> jax.Array:
+        """Return an array [groups, …] whose sum is a gradient of all rows."""
+        is_first = lax.broadcasted_iota(np.int32, (self.size,) + (1,) * gradient.ndim, 0) == 0
+        return jnp.where(is_first, gradient[None], jnp.zeros_like(gradient)[None])
+
+    def add(self, sums: Any) -> Any:
+        """Add the groups' sums, [groups, …] to […]."""
+        return jax.tree.map(lambda x: x.sum(0), sums)
