@@ -8,8 +8,6 @@ from typing import Any
 
 import jax.lib
 
-from jaxtrain.step.window_loop import LONGEST
-
 CompilerOptions = dict[str, Any]
 
 _DETERMINISTIC: CompilerOptions = {
@@ -37,7 +35,12 @@ _PIPELINED = ("all_gather", "all_reduce")
 
 
 def compiler_options(
-    *, deterministic: bool, platform: str | None = None, devices: int = 1, accumulate: int = 1, unrolled: bool = False
+    *,
+    deterministic: bool,
+    platform: str | None = None,
+    devices: int = 1,
+    pipelines_layers: bool = True,
+    unrolled: bool = False,
 ) -> CompilerOptions | None:
     """Return the `compiler_options` of `jax.jit`; None for XLA's defaults.
 
@@ -45,8 +48,8 @@ def compiler_options(
       deterministic: Whether the program computes the same bits whenever it is compiled and run on a kind of GPU.
       platform: The platform that it is compiled for; None for that of the default backend.
       devices: The number of devices.
-      accumulate: The number of micro-batches that the program loops over. Loops over layers are pipelined in windows of
-        at most `LONGEST`: XLA would pipeline the loop over more of them too (`scan_window`).
+      pipelines_layers: Whether XLA pipelines loops over layers. It would pipeline a `lax.scan` around them too and lose
+        its length, for which the host then waits in every iteration; `scan_window` is not pipelined.
       unrolled: Whether layers are compiled one by one.
     """
     options = dict(_DETERMINISTIC) if deterministic else {}
@@ -56,7 +59,7 @@ def compiler_options(
             options["xla_gpu_all_gather_combine_threshold_bytes"] = _COMBINED_BYTES
             # Compared to the result, one device's part.
             options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = _COMBINED_BYTES // devices
-        if accumulate <= LONGEST:
+        if pipelines_layers:
             options |= _pipelining(jax.lib.__version__)
     return options or None
 

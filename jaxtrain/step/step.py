@@ -39,12 +39,8 @@ from jaxtrain.step.objective import Compute, Loss
 from jaxtrain.step.partial_sums import with_sums, zero_sums
 from jaxtrain.step.pipeline import pipelined_window
 from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, require_state, require_trainable
-<<<<<<< HEAD
 from jaxtrain.step.window_loop import LONGEST, scan_window
-from jaxtrain.transforms import Groups, unfilled_stacks
-=======
 from jaxtrain.transforms import Groups, Stages, unfilled_stacks
->>>>>>> main
 
 Metrics = dict[str, jax.Array]
 Step = Callable[..., tuple[TrainState, Metrics]]
