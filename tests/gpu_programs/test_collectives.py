@@ -1,5 +1,7 @@
 """The collectives of a step on a mesh of H100s: their bytes, and the computation that overlaps with them."""
 
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from jaxtrain.losses import cross_entropy
 from jaxtrain.models import Llama, LlamaConfig, functional, llama
 from jaxtrain.optim import adamw
 from jaxtrain.planning import gpu_program
-from tests.gpu_programs.families import HEADS, LAYERS, SIZES, WIDTH
+from tests.gpu_programs.families import FAMILIES, HEADS, LAYERS, SIZES, WIDTH, Settings, program
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="compiling for GPUs requires the extra gpu-programs")
 
@@ -46,6 +48,20 @@ def test_gathers_in_a_window_have_a_product_beside_them():
     compiled = case_program(workload.case({}), unroll=False, accumulate=4, mesh="fsdp=8", rules=rules)
     assert compiled.host_waits == 0
     assert overlap(compiled.transfers, ("all-gather",)).by_bytes >= 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("accumulate", "size"), [(1, 2), (4, 4)])
+def test_gradients_are_added_within_a_node_before_a_part_of_each_leaves_it(accumulate, size):
+    """In bfloat16, but for those of lookups; those of a window in float32."""
+    compiled = program(Settings("gpt2", mesh="dcn=2,data=4", accumulate=accumulate))
+    whole = sum(math.prod(x.shape) for x in jax.tree.leaves(FAMILIES["gpt2"]().params)) * size
+    sent = {(t.kind, t.axes): t.sent / whole for t in compiled.communication.traffic}
+    most = 1.2 if accumulate == 1 else 1.0
+    assert 3 / 4 <= sent["reduce-scatter", ("data",)] <= most * 3 / 4
+    assert 1 / 4 <= sent["all-reduce", ("dcn",)] <= most / 4
+    assert ("all-reduce", ("data",)) not in sent
+    assert compiled.host_waits == 0
 
 
 @pytest.mark.slow
