@@ -10,6 +10,7 @@ from flax import nnx
 from benchmarks.predicted import case_program
 from benchmarks.workloads import WORKLOADS
 from jaxtrain import Loss, train_step
+from jaxtrain.cost.gpu.overlap import overlap
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import Llama, LlamaConfig, functional, llama
 from jaxtrain.optim import adamw
@@ -23,12 +24,30 @@ pytest.importorskip("jax_plugins.xla_cuda12", reason="compiling for GPUs require
 def test_gathers_and_scatters_of_fsdp_have_a_product_beside_them():
     workload = WORKLOADS["gpt2-124m"]
     compiled = case_program(workload.case({}), unroll=False, mesh="fsdp=8", rules=workload.sharding())
-    assert compiled.overlap.by_count >= 0.8
-    assert compiled.overlap.by_bytes >= 0.8
+    assert compiled.overlap.by_count >= 0.85
+    assert compiled.overlap.by_bytes >= 0.85
     # The blocks' matrices forwards and backwards, the table once: in bfloat16. The vectors and positions are float32.
     matrices, table = 12 * 12 * 768**2, 50304 * 768
     gathered = sum(t.sent for t in compiled.communication.traffic if t.kind == "all-gather")
     assert gathered <= 1.02 * 7 / 8 * 2 * (2 * matrices + table)
+
+
+@pytest.mark.slow
+def test_gathers_and_scatters_of_unrolled_layers_have_a_product_beside_them():
+    workload = WORKLOADS["gpt2-124m"]
+    compiled = case_program(workload.case({"depth": 6}), mesh="fsdp=8", rules=workload.sharding())
+    assert compiled.overlap.by_bytes >= 0.8
+    # No activations, of which those of all devices are 384 MiB.
+    assert max(t.whole_bytes for t in compiled.transfers if t.kind == "all-gather") <= 2 * 50304 * 768
+
+
+@pytest.mark.slow
+def test_gathers_in_a_window_have_a_product_beside_them():
+    workload = WORKLOADS["gpt2-124m"]
+    rules = workload.sharding()
+    compiled = case_program(workload.case({}), unroll=False, accumulate=4, mesh="fsdp=8", rules=rules)
+    assert compiled.host_waits == 0
+    assert overlap(compiled.transfers, ("all-gather",)).by_bytes >= 0.8
 
 
 @pytest.mark.slow
