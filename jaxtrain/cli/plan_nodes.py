@@ -181,22 +181,27 @@ def _as_json(name: str, target: GpuTarget, nodes: Nodes, choice: MeshChoice, fou
     }
 
 
-_HEADINGS = ("GPUs", "mesh", "rows", "memory", "NVLink", "network", "step", "exposed", "MFU")
+_HEADINGS = ("GPUs", "mesh", "rows", "memory", "NVLink", "network", "step", "waits", "MFU")
 
 
 def _table(costs: Sequence[MeshCost], choice: MeshChoice, unit: str) -> Table:
     table = columns((*_HEADINGS, f"{unit}/s"), left=("mesh",))
     for column in table.columns:
         column.no_wrap = column.header != "mesh"
+        column.overflow = "fold"
+    table.padding, table.show_edge, table.pad_edge = (0, 1, 0, 0), False, False
     for cost in costs:
         own, fits = cost.mesh == choice.chosen.mesh, cost.peak_bytes <= choice.memory
         mark = "✗" if not fits else "→" if own else "~" if dict(cost.program) != dict(cost.mesh) else " "
         cells = (
             f"{cost.gpus:,}",
-            format_mesh(cost.mesh).replace(",", ", "),
-            f"{cost.rows} × {cost.accumulate}" if cost.accumulate > 1 else str(cost.rows),
-            *(f"{size / 2**30:.3g}" for size in (cost.peak_bytes, cost.nvlink_bytes, cost.network_bytes)),
-            f"{cost.seconds:.3g} s",
+            format_mesh(cost.mesh).replace(",", "\n"),
+            f"{cost.rows}×{cost.accumulate}" if cost.accumulate > 1 else str(cost.rows),
+            *(
+                f"{size / 2**30:.{3 if size >= 2**30 else 2}g}"
+                for size in (cost.peak_bytes, cost.nvlink_bytes, cost.network_bytes)
+            ),
+            f"{cost.seconds:.3g} s" if cost.seconds >= 0.1 else f"{1e3 * cost.seconds:.3g} ms",
             f"{cost.exposed_share:.1%}",
             f"{cost.mfu:.0%}",
             format_count(cost.units_per_s),

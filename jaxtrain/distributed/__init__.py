@@ -4,6 +4,7 @@ from jaxtrain.cost import StepMemory, memory_per_device
 from jaxtrain.distributed.compilation import bypass_compilation_cache as bypass_compilation_cache
 from jaxtrain.distributed.mesh import AXES as AXES
 from jaxtrain.distributed.mesh import DATA as DATA
+from jaxtrain.distributed.mesh import DCN as DCN
 from jaxtrain.distributed.mesh import EXPERT as EXPERT
 from jaxtrain.distributed.mesh import FSDP as FSDP
 from jaxtrain.distributed.mesh import PIPELINE as PIPELINE

@@ -21,6 +21,7 @@ from jaxtrain.distributed.rows import place_batch
 from jaxtrain.distributed.sharding import Rules, gather, state_shardings
 from jaxtrain.errors import UserError, user_facing
 from jaxtrain.step import (
+    LONGEST,
     CompilerOptions,
     Step,
     TrainState,
@@ -97,7 +98,9 @@ class ShardedStep(TrainStep):
             deterministic=self.deterministic,
             platform=self._mesh.devices.flat[0].platform,
             devices=self._mesh.size,
-            accumulate=accumulate,
+            # The loop over the micro-batches of a pipeline is a scan.
+            pipelines_layers=accumulate == 1 or (accumulate <= LONGEST and self.parts.loss.stages is None),
+            unrolled=self.parts.loss.unroll,
         )
         return _Jitted(limited, shardings, self._mesh, options)
 

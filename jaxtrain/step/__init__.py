@@ -39,6 +39,7 @@ from jaxtrain.step.step import Step as Step
 from jaxtrain.step.step import StepParts as StepParts
 from jaxtrain.step.step import init_state as init_state
 from jaxtrain.step.step import window_step as window_step
+from jaxtrain.step.window_loop import LONGEST as LONGEST
 
 __all__ = [
     "Loss",

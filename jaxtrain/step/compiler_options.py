@@ -22,14 +22,25 @@ _DETERMINISTIC: CompilerOptions = {
 _GPU_MESH: CompilerOptions = {
     # Starts transfers before the computations that do not need them. Before Hopper it is off by default.
     "xla_gpu_enable_latency_hiding_scheduler": True,
+    # Schedules that many at once; they still run one after another. With one, the default, a transfer that starts in
+    # the middle of a layer delays all that are small and needed soon.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
+# Of unrolled layers: transfers of vectors are combined, but not those of matrices. By default one transfer of several
+# layers starts when the first parameter is needed, and another one when the last gradient is computed.
+_COMBINED_BYTES = 2**20
 # In a loop over layers: gathers the next layer's parameters while this layer computes, and reduces its gradients while
 # the next one computes. A reduction is an all-reduce when the loop is pipelined; it becomes a reduce-scatter later.
 _PIPELINED = ("all_gather", "all_reduce")
 
 
 def compiler_options(
-    *, deterministic: bool, platform: str | None = None, devices: int = 1, accumulate: int = 1
+    *,
+    deterministic: bool,
+    platform: str | None = None,
+    devices: int = 1,
+    pipelines_layers: bool = True,
+    unrolled: bool = False,
 ) -> CompilerOptions | None:
     """Return the `compiler_options` of `jax.jit`; None for XLA's defaults.
 
@@ -37,13 +48,18 @@ def compiler_options(
       deterministic: Whether the program computes the same bits whenever it is compiled and run on a kind of GPU.
       platform: The platform that it is compiled for; None for that of the default backend.
       devices: The number of devices.
-      accumulate: The number of micro-batches that the program loops over. XLA would pipeline that loop too and lose its
-        length, for which the host then waits in every iteration: a loop over layers within it is not pipelined.
+      pipelines_layers: Whether XLA pipelines loops over layers. It would pipeline a `lax.scan` around them too and lose
+        its length, for which the host then waits in every iteration; `scan_window` is not pipelined.
+      unrolled: Whether layers are compiled one by one.
     """
     options = dict(_DETERMINISTIC) if deterministic else {}
     if platform == "gpu" and devices > 1:
         options |= _GPU_MESH
-        if accumulate == 1:
+        if unrolled:
+            options["xla_gpu_all_gather_combine_threshold_bytes"] = _COMBINED_BYTES
+            # Compared to the result, one device's part.
+            options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = _COMBINED_BYTES // devices
+        if pipelines_layers:
             options |= _pipelining(jax.lib.__version__)
     return options or None
 

@@ -91,7 +91,7 @@ class LossProgram(NamedTuple):
             identity if self.is_on_mesh else partial(split_products, platform=self.platform),
             identity if self.is_on_mesh else partial(overwrite_logits, platform=self.platform),
             # After autocast, which preserves the dtypes of a scan's carry: unrolling changes no number.
-            partial(unroll, platform=self.platform) if self.unroll else identity,
+            partial(unroll, platform=self.platform, on_mesh=self.is_on_mesh) if self.unroll else identity,
             # After autocast, whose low-precision products it rewrites; their gradients follow the rewritten form.
             partial(cpu_products, platform=self.platform),
             # After all rewriting of operations, so that a policy chooses among the products that really run.

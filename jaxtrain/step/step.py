@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from jaxtrain.cpu.products import loop_convolutions
 from jaxtrain.cpu.short_rows import as_vectors
@@ -40,6 +39,7 @@ from jaxtrain.step.objective import Compute, Loss
 from jaxtrain.step.partial_sums import with_sums, zero_sums
 from jaxtrain.step.pipeline import pipelined_window
 from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, require_state, require_trainable
+from jaxtrain.step.window_loop import LONGEST, scan_window
 from jaxtrain.transforms import Groups, Stages, unfilled_stacks
 
 Metrics = dict[str, jax.Array]
@@ -241,7 +241,9 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
     trained, _ = partition(state.params, parts.frozen)
     groups = parts.loss.groups
     window = open_window(trained if groups is None else zero_sums(trained, groups))
-    (window, model_state), metrics = lax.scan(add, (window, state.model_state), numbered)
+    pipelines_layers = parts.loss.is_on_mesh and parts.loss.platform == "gpu" and k <= LONGEST
+    start = window, state.model_state
+    (window, model_state), metrics = scan_window(add, start, numbered, k, pipelines_layers=pipelines_layers)
     metrics = jax.tree.map(lambda x: x.sum(0), metrics)
     grads = mean_gradient(window)
     return Gradient(grads if groups is None else groups.add(grads), window.loss, metrics, model_state, window.nonfinite)

@@ -237,15 +237,30 @@ def _scan(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     return [*carry, *ys]
 
 
-def unroll_scan(eqn: JaxprEqn, args: list[Any], run: Run, between: Callable[[Any], Any] | None = None) -> list[Any]:
-    """Evaluate a scan step by step, its body once per step, and apply `between` to each carry before it."""
+def unroll_scan(
+    eqn: JaxprEqn, args: list[Any], run: Run, between: Callable[[Any, Any], tuple[Any, Any]] | None = None
+) -> list[Any]:
+    """Evaluate a scan step by step, its body once per step.
+
+    Args:
+      eqn: The scan.
+      args: Its operands.
+      run: Evaluates a body.
+      between: Replaces, before each step, its carry and the slices of the step after it, of which the last has none.
+
+    Returns:
+      Its results.
+    """
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     n_consts, n_carry = scan_sizes(eqn)
     consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     ys: list[list[Any]] = [[]] * length
-    for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-        carry = carry if between is None else list(map(between, carry))
-        outs = run(body.jaxpr, body.consts, [*consts, *carry, *(lax.index_in_dim(x, i, keepdims=False) for x in xs)])
+    steps = [*reversed(range(length))] if eqn.params["reverse"] else [*range(length)]
+    slices = [[lax.index_in_dim(x, i, keepdims=False) for x in xs] for i in steps]
+    for i, own, following in zip(steps, slices, [*slices[1:], []], strict=True):
+        if between is not None:
+            carry, following[:] = between(carry, following)
+        outs = run(body.jaxpr, body.consts, [*consts, *carry, *own])
         carry, ys[i] = outs[:n_carry], outs[n_carry:]
     return [*carry, *(jax.numpy.stack(y) for y in zip(*ys, strict=True))]
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import Module, ModuleList
 from torch.nn.parallel import DistributedDataParallel
 
-from jaxtrain.distributed import DATA, FSDP, data_parallel_size, parse_mesh
+from jaxtrain.distributed import DATA, DCN, FSDP, data_parallel_size, parse_mesh
 from parity.case import Batch
 from parity.distributed.processes import free_port, in_processes
 from parity.distributed.training import Scaling, Training
@@ -105,8 +105,9 @@ def _distributed(model: Module, mesh: str) -> tuple[Module, Callable[[bool], Abs
         ddp = DistributedDataParallel(model)
         return ddp, lambda more: ddp.no_sync() if more else nullcontext()
 
-    axes = [axis for axis in (DATA, FSDP) if axis == FSDP or shape[axis] > 1]
-    devices = init_device_mesh("cpu", tuple(shape[axis] for axis in axes), mesh_dim_names=tuple(axes))
+    replicas = shape[DCN] * shape[DATA]
+    sizes, names = ((replicas, shape[FSDP]), (DATA, FSDP)) if replicas > 1 else ((shape[FSDP],), (FSDP,))
+    devices = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     # One group of parameters per layer and one of the rest, as in PyTorch's examples.
     # Inner modules first: the outer ones take the remaining parameters.
     for layers in reversed([module for module in model.modules() if isinstance(module, ModuleList)]):

@@ -25,9 +25,9 @@ class Training:
     `steps` is the number of windows of `accumulate` micro-batches each. `case` creates the case, in other processes as
     well, so it must be picklable: a function of a module, or a `functools.partial` of one. `mesh` has the format of
     `jaxtrain train` and determines PyTorch's wrapper: "data=2" is DistributedDataParallel in two processes, "fsdp=2"
-    `fully_shard`, "data=2,fsdp=2" its hybrid. `rules` shard JAX's parameters. Each device's share of a micro-batch must
-    have the same weight, since PyTorch averages the means of its ranks while JAX divides the sum by the weight.
-    `scaling` is the loss scale in any precision; None uses the default scale in fp16 only.
+    `fully_shard`, "data=2,fsdp=2" and "dcn=2,fsdp=2" its hybrid. `rules` shard JAX's parameters. Each device's share of
+    a micro-batch must have the same weight, since PyTorch averages the means of its ranks while JAX divides the sum by
+    the weight. `scaling` is the loss scale in any precision; None uses the default scale in fp16 only.
 
     Raises:
       UserError: The mesh shards by `tensor`.

@@ -7,8 +7,12 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.distributed import shard
@@ -28,6 +32,8 @@ from jaxtrain.models import (
     vit,
 )
 from jaxtrain.models.batch_norm import set_batch_norm_groups
+from jaxtrain.models.decoder import attend, visible_keys
+from jaxtrain.models.dropout import dropout
 from jaxtrain.optim import adamw
 from jaxtrain.paths import none_frozen, path_name
 
@@ -141,6 +147,46 @@ def gpt2_run(layers: int = 2) -> Run:
     return _stateless(lambda: gpt2.GPT2(config, rngs=nnx.Rngs(0)), call, _tokens, gpt2.SHARDING)
 
 
+def _small() -> Run:
+    """A transformer of few arrays, which compiles fast."""
+    width, layers = 16, 2
+    shapes = {"qkv": (layers, 3, width, width), "out": (layers, width, width), "fc": (layers, width, 32)}
+    shapes |= {"proj": (layers, 32, width), "scale": (layers, width), "table": (VOCABULARY, width)}
+    rules = {
+        "table": P("tensor", "fsdp"),
+        "qkv": P(None, None, "fsdp", "tensor"),
+        "fc": P(None, "fsdp", "tensor"),
+        "out|proj": P(None, "tensor", "fsdp"),
+        "scale": P(None, "fsdp"),
+    }
+
+    @jt.block
+    def block(x: Any, layer: Any, key: Any) -> Any:
+        visible, keys = visible_keys(TOKENS, None, None), jax.random.split(key)
+        q, k, v = ((x @ layer["qkv"][i]).reshape(*x.shape[:2], 8, -1) for i in range(3))
+        attended = attend(q, k, v, visible, None, None, window=None, dropout=0.0)
+        x = x + dropout(checkpoint_name(attended.reshape(x.shape), "attention") @ layer["out"], 0.1, keys[0])
+        return x + dropout(jnp.tanh(x * layer["scale"][None, None] @ layer["fc"]) @ layer["proj"], 0.1, keys[1])
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        layers_params = {name: x for name, x in params.items() if name != "table"}
+        x, _ = lax.scan(
+            lambda x, layer: (block(x, *layer), None),
+            params["table"][batch["tokens"]],
+            (layers_params, jax.random.split(rng, layers)),
+        )
+        return _loss(x @ params["table"].T, batch["label"])
+
+    def make() -> Any:
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+        normal = {
+            name: jax.random.normal(key, shape) / 4 for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+        return normal, None
+
+    return Run(loss_fn, make, _tokens, rules)
+
+
 def _lora() -> Run:
     whole = gpt2_run()
     config = gpt2.GPT2Config(VOCABULARY, TOKENS, n_embd=32, n_layer=2, n_head=4)
@@ -230,6 +276,7 @@ SEQUENCES = ("gpt2", "lora", "llama", "packed", "bert", "t5")
 """The families whose tokens can be divided."""
 
 RUNS: dict[str, Callable[..., Run]] = {
+    "small": _small,
     "mlp": _mlp,
     "cnn": _cnn,
     "resnet": _resnet,

@@ -131,17 +131,25 @@ def test_two_processes_equal_one_process_with_two_devices(one_process: Path, tmp
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("mesh", ["data=1,tensor=4", "data=2,tensor=2"])
-def test_tensor_parallel_over_two_processes_equals_one_process(
+@pytest.mark.parametrize("mesh", ["data=1,tensor=4", "data=2,tensor=2", "dcn=2,tensor=2"])
+def test_any_mesh_over_two_processes_equals_one_process(
     mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bit-identical, with `tensor` within a process or across both, which then read the same rows."""
+    """Bit-identical, with `tensor` within a process or across both, which then read the same rows; `dcn` across."""
     two = launched(f"{RECIPE} --steps 6 --mesh {mesh} --out two", tmp_path, options="--devices-per-process 2")
     assert (two.returncode, two.stderr) == (0, "")
     monkeypatch.chdir(tmp_path)
     assert main(f"train {RECIPE} --steps 6 --out one --mesh {mesh}".split()) == 0
     assert capsys.readouterr().out.count("effective batch  16 = ") == 1
     assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.nightly
+def test_a_mesh_whose_nodes_would_be_parts_of_a_process_is_refused(tmp_path: Path) -> None:
+    done = launched(f"{RECIPE} --steps 6 --mesh dcn=4 --out two", tmp_path, options="--devices-per-process 2")
+    assert done.returncode == 2
+    message = "jaxtrain: mesh axis dcn=4 would divide a node: use a divisor of 2, the number of processes"
+    assert message in done.stderr.splitlines()[0]
 
 
 @pytest.mark.nightly

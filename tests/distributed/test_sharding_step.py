@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import jax
@@ -16,28 +17,28 @@ from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.cpu.threads import reserve_collective_threads
-from jaxtrain.distributed import make_mesh, shard
+from jaxtrain.distributed import AXES, make_mesh, shard
 from jaxtrain.models import Llama, LlamaConfig, functional, llama
 from tests.distributed.deep import LAYERS, POSITIONS, ROWS, TOKENS, VOCABULARY, WIDTH, deep
 from tests.distributed.programs import RUNS, SEQUENCES, distance, train
 
 NEAR = 1e-10
 """Bound of the distance of parameters after 20 steps in float64."""
-FACTORIZATIONS = [
-    *("data=8", "fsdp=8", "tensor=8", "data=4,fsdp=2 gradient_sums=sharded", "dcn=2,data=4", "data=2,fsdp=4"),
-    *(
-        "data=2,tensor=4",
-        "fsdp=4,tensor=2 reshard_after=window",
-        "fsdp=2,tensor=4 gradient_sums=sharded reshard_after=window",
-        "dcn=2,data=2,fsdp=2",
-    ),
+PAIRS = [
+    *("dcn=8", "data=8", "fsdp=8", "sequence=8 accumulate=4", "tensor=8 accumulate=4"),
+    *("dcn=2,data=4", "dcn=2,fsdp=4", "dcn=2,sequence=4 accumulate=4", "dcn=2,tensor=4 accumulate=4"),
+    *("data=2,fsdp=4", "data=2,sequence=4 accumulate=4", "data=4,tensor=2 accumulate=4"),
+    *("fsdp=4,sequence=2 accumulate=4", "fsdp=2,tensor=4 reshard_after=window", "sequence=4,tensor=2 accumulate=4"),
+    *("dcn=2,data=4 accumulate=1", "dcn=4,fsdp=2 gradient_sums=sharded reshard_after=window"),
 ]
-SEQUENCE_MESHES = ["data=2,sequence=4", "sequence=8", "fsdp=2,sequence=2,tensor=2"]
+"""Every axis and every pair of axes on eight devices, as `on_every_mesh` takes them."""
+WITHOUT_LLVM = " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""Flags that halve the time of compilation, and change neither how a program is divided nor its collectives."""
 
 
-def run_with_devices(devices, *arguments, double=False):
+def run_with_devices(devices, *arguments, double=False, more_flags=""):
     """Run Python in a process with this number of devices; return its output."""
-    flags = re.sub(r"(device_count)=\d+", rf"\1={devices}", os.environ["XLA_FLAGS"])
+    flags = re.sub(r"(device_count)=\d+", rf"\1={devices}", os.environ["XLA_FLAGS"]) + more_flags
     # Devices that share few cores wait long for each other.
     flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_X64": str(int(double))}
@@ -65,38 +66,50 @@ def assert_same_training(name, mesh):
 
 
 def test_twenty_steps_equal_those_of_one_device(double):
-    state = assert_same_training("gpt2", "fsdp=2,tensor=2")
-    for kernel in (x["blocks"]["fc"]["kernel"] for x in (state.params, state.opt_state[0].mu)):
+    state = assert_same_training("small", "fsdp=2,tensor=2")
+    for kernel in (x["fc"] for x in (state.params, state.opt_state[0].mu)):
         assert kernel.addressable_shards[0].data.size * 4 == kernel.size
 
 
-DIVIDED = (*SEQUENCES, "mixtral")
+def test_every_axis_and_every_pair_of_axes_is_compared_with_one_device():
+    compared = {frozenset(re.findall("([a-z]+)=", spec.split()[0])) for spec in PAIRS}
+    elsewhere = {"pipeline", "expert"}
+    axes = [axis for axis in AXES if axis not in elsewhere]
+    assert {frozenset(pair) for n in (1, 2) for pair in combinations(axes, n)} <= compared
+
+
 WITH_FEW_THREADS = ["fsdp=4,sequence=2"]
 """The mesh whose program hangs with a thread for each device."""
 EXPERT_MESHES = [
     *("data=2,expert=4", "expert=4,tensor=2", "expert=4,sequence=2", "data=2,fsdp=2,expert=2"),
-    *("fsdp=4,expert=2:sharded", "fsdp=2,expert=2,sequence=2"),
+    *("fsdp=4,expert=2 gradient_sums=sharded", "fsdp=2,expert=2,sequence=2"),
 ]
-THREE_AXES = ["data=2,fsdp=2,tensor=2", "fsdp=2,sequence=2,tensor=2"]
+THREE_AXES = ["fsdp=2,sequence=2,tensor=2"]
+CONVOLUTIONS = ["dcn=2,data=2,fsdp=2", "data=4,fsdp=2 gradient_sums=sharded", "fsdp=4,tensor=2 reshard_after=window"]
 
 
 @pytest.mark.parametrize(
     ("name", "specs"),
     [
-        pytest.param("cnn", FACTORIZATIONS, marks=pytest.mark.slow),
+        pytest.param("small", PAIRS, marks=pytest.mark.slow),
+        pytest.param("cnn", CONVOLUTIONS, marks=pytest.mark.slow),
         pytest.param("gpt2", THREE_AXES, marks=pytest.mark.slow),
         pytest.param("mixtral", EXPERT_MESHES[-1:], marks=pytest.mark.slow),
         pytest.param("mixtral", WITH_FEW_THREADS + EXPERT_MESHES[:-1], marks=pytest.mark.nightly),
         *(
-            pytest.param(name, FACTORIZATIONS + SEQUENCE_MESHES * (name in DIVIDED), marks=pytest.mark.nightly)
+            pytest.param(
+                name,
+                [spec for spec in PAIRS if name in (*SEQUENCES, "mixtral") or "sequence" not in spec],
+                marks=pytest.mark.nightly,
+            )
             for name in RUNS
-            if name != "cnn"
+            if name != "small"
         ),
     ],
 )
 def test_twenty_steps_on_every_mesh_of_eight_devices_equal_those_of_one(name, specs):
-    done = run_with_devices(8, "-m", "tests.distributed.on_every_mesh", name, *specs, double=True)
-    distances = json.loads(done)
+    program = "-m", "tests.distributed.on_every_mesh", name, *specs
+    distances = json.loads(run_with_devices(8, *program, double=True, more_flags=WITHOUT_LLVM))
     assert distances.keys() == {*specs}
     assert {spec: d for spec, d in distances.items() if not d < NEAR} == {}
 
@@ -205,7 +218,8 @@ def test_memory_of_the_state_decreases_with_the_number_of_devices(on_four):
 
 @pytest.mark.slow
 def test_memory_of_the_state_on_eight_devices_is_an_eighth():
-    done = run_with_devices(8, "-m", "tests.planning.memory_on_every_size", "1", "2", "4", "8")
+    program = "-m", "tests.planning.memory_on_every_size", "1", "2", "4", "8"
+    done = run_with_devices(8, *program, more_flags=WITHOUT_LLVM)
     memory = {int(n): bytes_of for n, bytes_of in json.loads(done).items()}
     for n, (arguments, temporaries) in memory.items():
         assert abs(arguments * n - memory[1][0]) < 2048, memory

@@ -54,7 +54,7 @@ MORE_ON_TWO = {
 }
 ON_FOUR = {
     (mesh, name): training_of(name, mesh, 4)
-    for mesh in ("data=4", "fsdp=4", "data=2,fsdp=2")
+    for mesh in ("data=4", "fsdp=4", "dcn=2,fsdp=2")
     for name in ("gpt2", "batch norm by device", "overflow")
 }
 
@@ -197,7 +197,7 @@ def test_four_devices_equal_four_ranks_of_pytorch(on_four, key):
 @pytest.mark.nightly
 def test_two_processes_of_two_devices_equal_four_ranks_of_pytorch(on_four):
     """Each mesh and each training occurs once."""
-    keys = [("data=4", "batch norm by device"), ("fsdp=4", "gpt2"), ("data=2,fsdp=2", "overflow")]
+    keys = [("data=4", "batch norm by device"), ("fsdp=4", "gpt2"), ("dcn=2,fsdp=2", "overflow")]
     ours = jax_mesh.run_in_processes([ON_FOUR[key] for key in keys], processes=2, devices_per_process=2)
     for record, key in zip(ours, keys, strict=True):
         assert_same(record, on_four[key])

@@ -109,6 +109,19 @@ def test_on_a_gpu_activations_and_their_gradients_keep_their_layout_between_laye
 
 
 @pytest.mark.slow
+def test_on_a_mesh_of_gpus_layers_wait_for_transfers_and_numbers_are_the_same():
+    def layers(x, ws):
+        return jax.lax.scan(lambda x, w: (jt.block(lambda x: jnp.tanh(x @ w))(x), None), x, ws, reverse=True)[0].sum()
+
+    arrays = jnp.ones((2, 4)), jnp.linspace(-1.0, 1.0, 48).reshape(3, 4, 4)
+    on_mesh = jax.value_and_grad(unroll(layers, "gpu", on_mesh=True), argnums=(0, 1))
+    text = str(jax.make_jaxpr(on_mesh)(*arrays))
+    assert text.count("optimization_barrier") >= 4  # before all layers but the last one, forwards and backwards
+    assert "layout_constraint" not in text
+    expected = jax.value_and_grad(layers, argnums=(0, 1))(*arrays)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), on_mesh(*arrays), expected)
+
+
 def test_inference_with_unrolled_layers_equals_inference_with_scanned_ones():
     apply, params = functional(GPT2(dataclasses.replace(CONFIG, dropout=0.0), rngs=nnx.Rngs(0)))
     plain, other = apply(params, TOKENS), unroll(apply)(params, TOKENS)
