@@ -34,6 +34,7 @@ class MeshGroups(Groups):
     def __init__(self, mesh: Mesh, axes: tuple[str, ...], rules: Rules | None) -> None:
         super().__init__(axes, tuple(mesh.shape[axis] for axis in axes))
         self._mesh, self._rules = mesh, rules
+        self.scatters = FSDP in axes
 
     def of_sums(self, sums: jax.Array) -> "MeshGroups":
         """As `Groups.of_sums`: each device of expert has its own experts, whose gradients are not added over expert."""
@@ -93,8 +94,15 @@ class MeshGroups(Groups):
         if self.axes in ((DATA,), (DCN,)):
             return super().add(sums)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sums)
-        shardings = param_shardings(shapes, self._mesh, self._rules)
-        return jax.tree.map(lambda x, sharding: self.of_sums(x)._add(x, sharding), sums, shardings)
+        return jax.tree.map(lambda x, sharding: self.add_to(sharding, x), sums, self.shardings(shapes))
+
+    def shardings(self, params: Any) -> Any:
+        """As `Groups.shardings`."""
+        return param_shardings(params, self._mesh, self._rules)
+
+    def add_to(self, sharding: NamedSharding, sums: jax.Array) -> jax.Array:
+        """As `Groups.add_to`, in the order of `add`."""
+        return self.of_sums(sums)._add(sums, sharding)
 
     def _add(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
         divided = divide_over(sharding, x.shape[1:], DATA) if DCN in self.axes else sharding

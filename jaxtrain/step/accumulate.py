@@ -64,12 +64,22 @@ def add_micro_batch(window: Window, grads: Any, loss: Loss, k: jax.Array | int) 
       1.5
     """
     nonfinite = earliest(window.nonfinite, locate_nonfinite(grads, micro_batch_count(window)))
-    factor = loss.weight * jnp.asarray(k, loss.weight.dtype)
+    factor = gradient_factor(loss.weight, k)
     weighted = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
     # optax multiplies by booleans, which JAX's strict promotion forbids.
     with jax.numpy_dtype_promotion("standard"):
         _, sums = _accumulator(grads).update(weighted, window.sums)
-    return Window(sums, Loss(*(a + b.astype(a.dtype) for a, b in zip(window.loss, loss, strict=True))), nonfinite)
+    return Window(sums, add_loss(window.loss, loss), nonfinite)
+
+
+def gradient_factor(weight: jax.Array, k: jax.Array | int) -> jax.Array:
+    """Return the factor in the window's sums of the gradient of a micro-batch's mean loss over k."""
+    return weight * jnp.asarray(k, weight.dtype)
+
+
+def add_loss(total: Loss, loss: Loss) -> Loss:
+    """Add a micro-batch's summed loss and weight to a window's."""
+    return Loss(*(a + b.astype(a.dtype) for a, b in zip(total, loss, strict=True)))
 
 
 def micro_batch_count(window: Window) -> jax.Array:
@@ -79,8 +89,13 @@ def micro_batch_count(window: Window) -> jax.Array:
 
 def mean_gradient(window: Window) -> Any:
     """Return the gradient of the window's mean loss: the sum of weighted gradients over the sum of weights."""
-    weight = nonzero_weight(window.loss.weight)
-    return jax.tree.map(lambda g: g / weight.astype(g.dtype), window.sums.acc_grads)
+    return mean_of_sums(window.sums.acc_grads, window.loss.weight)
+
+
+def mean_of_sums(sums: Any, weight: jax.Array) -> Any:
+    """Return sums of weighted gradients over the sum of weights."""
+    weight = nonzero_weight(weight)
+    return jax.tree.map(lambda g: g / weight.astype(g.dtype), sums)
 
 
 def split_batch(batch: Any, k: int) -> Any:

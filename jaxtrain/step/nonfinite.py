@@ -41,7 +41,11 @@ def locate_nonfinite(grads: Any, micro_batch: jax.Array | int, norm_of: Any = No
     >>> int(location.micro_batch), int(location.leaf)
     (3, 1)
     """
-    finite = _finite_gradients(grads, norm_of)
+    return location(_finite_gradients(grads, norm_of), micro_batch)
+
+
+def location(finite: jax.Array, micro_batch: jax.Array | int) -> Nonfinite:
+    """Return the location of the first leaf of a micro-batch's gradient that is not finite, of bool[leaves]."""
     first = Nonfinite(jnp.asarray(micro_batch, np.int32), jnp.argmin(finite).astype(np.int32))
     return _select(jnp.all(finite), none_nonfinite(), first)
 

@@ -22,6 +22,7 @@ from jaxtrain.step.accumulate import (
     Window,
     WindowSchedule,
     add_micro_batch,
+    gradient_factor,
     mean_gradient,
     nonzero_weight,
     open_window,
@@ -36,7 +37,7 @@ from jaxtrain.step.loss_scale import current_scale, found_inf
 from jaxtrain.step.mistakes import describe, same_structure
 from jaxtrain.step.nonfinite import Nonfinite, locate_nonfinite
 from jaxtrain.step.objective import Compute, Loss
-from jaxtrain.step.partial_sums import with_sums, zero_sums
+from jaxtrain.step.partial_sums import add_last, with_sums, with_totals, zero_sums, zero_totals
 from jaxtrain.step.pipeline import pipelined_window
 from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, require_state, require_trainable
 from jaxtrain.step.window_loop import LONGEST, scan_window
@@ -188,7 +189,14 @@ def window_step(parts: StepParts, state: TrainState, micro_batches: Any) -> tupl
 
 
 def micro_gradient(
-    parts: StepParts, state: TrainState, micro_batch: Any, k: Any, *, in_loop: bool = False, copies: Any = None
+    parts: StepParts,
+    state: TrainState,
+    micro_batch: Any,
+    k: Any,
+    *,
+    in_loop: bool = False,
+    copies: Any = None,
+    window: Window | None = None,
 ) -> Gradient:
     """Scale and differentiate the loss of one of a window's k micro-batches.
 
@@ -199,15 +207,26 @@ def micro_gradient(
       k: Micro-batches of the window.
       in_loop: Whether the window's loop calls it, which adds the gradients of groups of rows at its end.
       copies: What `parts.loss.copies` returned for the parameters.
+      window: The window so far, if this is its last micro-batch, with which its gradients are added over groups: the
+        gradient then is of `zero_totals`.
     """
     compute_loss = parts.compute_loss if copies is None else parts.loss.compute(copies)
     trained, frozen = partition(state.params, parts.frozen)
     rng = micro_batch_key(state.rng, state.micro_step)
     scale = current_scale(state.loss_scale)
-    groups = parts.loss.groups if in_loop else None
+    groups = parts.loss.groups if in_loop or window is not None else None
+    join: Callable[[Any], Any] = lambda trained: merge(trained, frozen)  # noqa: E731
+    variables = trained
+    if groups is not None and window is None:
+        join, variables = partial(with_sums, state.params), zero_sums(trained, groups)
+    elif groups is not None and window is not None:
+        # Of another forward pass, of which the compiler leaves only what computes the weight, usually from the batch.
+        weight = compute_loss(state.params, micro_batch, rng, state.model_state)[0].weight
+        join = partial(with_totals, state.params, window=window, factor=gradient_factor(weight, k), groups=groups)
+        variables = zero_totals(window, groups)
 
     def scaled_loss(variables: Any) -> tuple[jax.Array, Any]:
-        params = merge(variables, frozen) if groups is None else with_sums(state.params, variables)
+        params = join(variables)
         loss, metrics, model_state = compute_loss(params, micro_batch, rng, state.model_state)
         # The mean over k, as PyTorch's loops divide it, so that fp16 overflows and underflows at the same scales.
         mean = loss.total / (nonzero_weight(loss.weight) * jnp.asarray(k, loss.weight.dtype))
@@ -218,7 +237,7 @@ def micro_gradient(
         differentiate = loop_convolutions(differentiate, parts.loss.platform)
     if not parts.loss.is_on_mesh:  # there the compiler pipelines only loops that are written as JAX writes them
         differentiate = unfilled_stacks(differentiate, parts.loss.platform)
-    grads, (loss, metrics, model_state) = differentiate(trained if groups is None else zero_sums(trained, groups))
+    grads, (loss, metrics, model_state) = differentiate(variables)
     return Gradient(widen(grads), loss, metrics, model_state)
 
 
@@ -243,6 +262,14 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
     window = open_window(trained if groups is None else zero_sums(trained, groups))
     pipelines_layers = parts.loss.is_on_mesh and parts.loss.platform == "gpu" and k <= LONGEST
     start = window, state.model_state
+    if pipelines_layers and groups is not None and groups.scatters:
+        (window, model_state), metrics = scan_window(add, start, numbered, k - 1, pipelines_layers=True)
+        at_last = state._replace(micro_step=state.micro_step + (k - 1), model_state=model_state)
+        micro_batch = jax.tree.map(lambda x: x[k - 1], micro_batches)
+        last = micro_gradient(parts, at_last, micro_batch, k, copies=copies, window=window)
+        grads, loss, nonfinite = add_last(window, last.grads, last.loss)
+        metrics = jax.tree.map(lambda x, y: x.sum(0) + y, metrics, last.metrics)
+        return Gradient(grads, loss, metrics, last.model_state, nonfinite)
     (window, model_state), metrics = scan_window(add, start, numbered, k, pipelines_layers=pipelines_layers)
     metrics = jax.tree.map(lambda x: x.sum(0), metrics)
     grads = mean_gradient(window)

@@ -7,6 +7,7 @@ from jaxtrain.transforms.gathered import DIVIDED_LOOKUP as DIVIDED_LOOKUP
 from jaxtrain.transforms.gathered import used_dtypes as used_dtypes
 from jaxtrain.transforms.gathered import with_copies as with_copies
 from jaxtrain.transforms.groups import Groups as Groups
+from jaxtrain.transforms.groups import LastPartial as LastPartial
 from jaxtrain.transforms.groups import Partial as Partial
 from jaxtrain.transforms.hooks import Hook as Hook
 from jaxtrain.transforms.hooks import add_hooks as add_hooks

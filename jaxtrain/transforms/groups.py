@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,28 @@ class Partial(NamedTuple):
     sums: jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LastPartial:
+    """A parameter in the last micro-batch of a window, by which the gradient is the sum of the whole window.
+
+    Attributes:
+      value: The parameter.
+      total: Zeros, […]: the gradient by them is the weighted sum of the window's gradients, added over groups.
+      nonfinite: Zeros, [groups]: not zero in the gradient where the last micro-batch's is not finite.
+      earlier: The weighted partial sums of the earlier micro-batches, [groups, …].
+      weight: The weight of the last micro-batch's gradient.
+      sharding: The sharding of the parameter; None without a mesh.
+    """
+
+    value: jax.Array
+    total: jax.Array
+    nonfinite: jax.Array
+    earlier: jax.Array
+    weight: jax.Array
+    sharding: Any = field(metadata={"static": True})
+
+
 class Groups:
     """The groups of rows, here without a mesh that shards them.
 
@@ -29,7 +52,10 @@ class Groups:
       axes: The mesh axes that shard the groups.
       sizes: Their sizes.
       size: The number of groups.
+      scatters: Whether a device receives only its part of the added sums.
     """
+
+    scatters = False
 
     def __init__(self, axes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
         self.axes, self.sizes, self.size = axes, sizes, math.prod(sizes)
@@ -67,6 +93,15 @@ class Groups:
         is_first = lax.broadcasted_iota(np.int32, (self.size,) + (1,) * gradient.ndim, 0) == 0
         return jnp.where(is_first, gradient[None], jnp.zeros_like(gradient)[None])
 
+    def shardings(self, params: Any) -> Any:
+        """Return the sharding of every parameter; None without a mesh."""
+        return jax.tree.map(lambda _: None, params)
+
     def add(self, sums: Any) -> Any:
         """Add the groups' sums, [groups, …] to […]."""
         return jax.tree.map(lambda x: x.sum(0), sums)
+
+    def add_to(self, sharding: Any, sums: jax.Array) -> jax.Array:
+        """Add the groups' sums of one parameter, [groups, …] to […] of this sharding."""
+        del sharding
+        return sums.sum(0)

@@ -9,6 +9,7 @@ or a lookup uses it, the gradient flows to the zeros, group by group. Every othe
 and divided among the groups' sums.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.transforms.biased_product import biased_product
 from jaxtrain.transforms.gathered import DIVIDED_LOOKUP, GATHERED_COPY
-from jaxtrain.transforms.groups import Groups, Partial
+from jaxtrain.transforms.groups import Groups, LastPartial, Partial
+from jaxtrain.transforms.window_sums import is_scanned, of_layers, with_window_sums
 from jaxtrain.transforms.recompute import Gradient, gradient_on_gpu
 
 
@@ -54,7 +56,11 @@ def partial_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[.
 
         def evaluate(closed: ClosedJaxpr, values: list[Any]) -> list[Any]:
             rule = _rule(groups, {x.shape[0] for x in jax.tree.leaves(rest[:1]) if x.ndim})
-            outs = jaxpr.interpret(closed.jaxpr, closed.consts, [*leaves, *values[len(leaves) :]], rule)
+            given = [
+                with_window_sums(x, groups) if _is_last(x) and not is_scanned(x, closed.jaxpr, v) else x
+                for x, v in zip(leaves, closed.jaxpr.invars, strict=False)
+            ]
+            outs = jaxpr.interpret(closed.jaxpr, closed.consts, [*given, *values[len(leaves) :]], rule)
             return [_summed(x, groups) for x in outs]
 
         values = [x.value if _is_partial(x) else x for x in leaves]
@@ -78,14 +84,19 @@ def _rule(of_rows: Groups, counts: Collection[int]) -> jaxpr.Rule:
         if not any(map(_is_partial, args)):
             return None
         if jaxpr.is_call(eqn, GATHERED_COPY):
-            (_, sums), copy = args
-            return [Partial(copy, lax.convert_element_type(sums, copy.dtype))]
+            x, copy = args
+            if _is_last(x):
+                return [dataclasses.replace(x, value=copy)]
+            return [Partial(copy, lax.convert_element_type(x.sums, copy.dtype))]
         if name in _CALLS and not is_lookup:
             return None
         if name == "scan":
             return _scan(eqn, args, run, of_rows)
         if name == "shard_map":
             return _shard_map(eqn, args, run, of_rows)
+        if any(map(_is_last, args)):  # a sharding constraint: all other uses have been excluded
+            (x,) = args
+            return [dataclasses.replace(x, value=jaxpr.bind(eqn, [x.value])[0])]
         groups, *others = {own.size: own for own in (of_rows.of_sums(x.sums) for x in args if _is_partial(x))}.values()
         on_gpu = gradient_on_gpu(eqn)
         if not others and on_gpu is not None and _are_vectors_by_row(args, groups):
@@ -118,9 +129,11 @@ def _scan(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run, groups: Groups) -> lis
     n_consts, n_carry = jaxpr.scan_sizes(eqn)
     consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     carry = [_summed(x, groups) for x in carry]
-    xs = [Partial(x.value, jnp.moveaxis(x.sums, 0, 1)) if _is_partial(x) else x for x in xs]
+    xs = [of_layers(x) if _is_last(x) else x for x in xs]
+    xs = [Partial(x.value, jnp.moveaxis(x.sums, 0, 1)) if isinstance(x, Partial) else x for x in xs]
 
     def summed(body: Any, body_consts: Sequence[Any], body_args: Sequence[Any]) -> list[Any]:
+        body_args = [with_window_sums(x, groups) if _is_last(x) else x for x in body_args]
         return [_summed(x, groups) for x in run(body, body_consts, body_args)]
 
     return jaxpr.HIGHER_ORDER["scan"](eqn, [*consts, *carry, *xs], summed)
@@ -353,4 +366,8 @@ def _summed(x: Any, groups: Groups) -> Any:
 
 
 def _is_partial(x: Any) -> bool:
-    return isinstance(x, Partial)
+    return isinstance(x, (Partial, LastPartial))
+
+
+def _is_last(x: Any) -> bool:
+    return isinstance(x, LastPartial)
