@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from jaxtrain.cpu.products import loop_convolutions
 from jaxtrain.cpu.short_rows import as_vectors
@@ -266,6 +267,8 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
         (window, model_state), metrics = scan_window(add, start, numbered, k - 1, pipelines_layers=True)
         at_last = state._replace(micro_step=state.micro_step + (k - 1), model_state=model_state)
         micro_batch = jax.tree.map(lambda x: x[k - 1], micro_batches)
+        # Otherwise the compiler may run the forward pass before the loop, during which its activations stay in memory.
+        micro_batch, _ = lax.optimization_barrier((micro_batch, window.loss))
         last = micro_gradient(parts, at_last, micro_batch, k, copies=copies, window=window)
         grads, loss, nonfinite = add_last(window, last.grads, last.loss)
         metrics = jax.tree.map(lambda x, y: x.sum(0) + y, metrics, last.metrics)

@@ -25,8 +25,8 @@ from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.transforms.biased_product import biased_product
 from jaxtrain.transforms.gathered import DIVIDED_LOOKUP, GATHERED_COPY
 from jaxtrain.transforms.groups import Groups, LastPartial, Partial
-from jaxtrain.transforms.window_sums import is_scanned, of_layers, with_window_sums
 from jaxtrain.transforms.recompute import Gradient, gradient_on_gpu
+from jaxtrain.transforms.window_sums import is_scanned, of_layers, with_window_sums
 
 
 def partial_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[..., Any]:

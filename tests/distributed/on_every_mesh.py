@@ -13,6 +13,7 @@ def main(name: str, specs: list[str]) -> None:
     """Print the largest distance of parameters, optimizer state and model state, by mesh.
 
     Each is given as "data=2,fsdp=4", with options of the step as "data=2,fsdp=4 accumulate=4 gradient_sums=sharded".
+    The option platform chooses the program of another platform, which the CPU runs.
     Those with a pipeline train four layers with four micro-batches.
     """
     is_pipelined = any("pipeline" in spec for spec in specs)

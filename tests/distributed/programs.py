@@ -36,6 +36,7 @@ from jaxtrain.models.decoder import attend, visible_keys
 from jaxtrain.models.dropout import dropout
 from jaxtrain.optim import adamw
 from jaxtrain.paths import none_frozen, path_name
+from jaxtrain.step import window_step
 
 ROWS, TOKENS, VOCABULARY = 16, 8, 32
 ZERO_GRADIENT = "key/bias"
@@ -53,12 +54,16 @@ class Run:
     frozen: Callable[[str], bool] = none_frozen
 
 
-def train(run: Run, mesh: Any = None, *, steps: int = 20, seed: int = 0, **options: Any) -> tuple[Any, list[Any]]:
-    """Train on one device or on `mesh`; return the state and the metrics of every step."""
+def train(
+    run: Run, mesh: Any = None, *, steps: int = 20, seed: int = 0, platform: str | None = None, **options: Any
+) -> tuple[Any, list[Any]]:
+    """Train on one device or on `mesh`, by a platform's program; return the state and the metrics of every step."""
     options = {"accumulate": 2, "clip_norm": 1.0, "precision": "fp64", "frozen": run.frozen, **options}
     step = jt.train_step(run.loss_fn, adamw(1e-2), **options)
     if mesh is not None:
         step = shard(step, mesh, run.rules)
+    if platform is not None:
+        step.jitted = step._jit(partial(window_step, step.parts.for_platform(platform)), "state", "batch")
     params, model_state = jax.device_get(jax.jit(run.make)())
     state = step.init(params, model_state=model_state, seed=seed)
     rng, metrics = np.random.default_rng(seed), []

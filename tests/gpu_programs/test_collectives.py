@@ -42,12 +42,14 @@ def test_gathers_and_scatters_of_unrolled_layers_have_a_product_beside_them():
 
 
 @pytest.mark.slow
-def test_gathers_in_a_window_have_a_product_beside_them():
+def test_gathers_and_scatters_in_a_window_have_a_product_beside_them():
     workload = WORKLOADS["gpt2-124m"]
     rules = workload.sharding()
     compiled = case_program(workload.case({}), unroll=False, accumulate=4, mesh="fsdp=8", rules=rules)
     assert compiled.host_waits == 0
-    assert overlap(compiled.transfers, ("all-gather",)).by_bytes >= 0.8
+    assert compiled.overlap.by_bytes >= 0.85
+    # The layers' gradients, of which the first layer's are added last.
+    assert overlap(compiled.transfers, ("reduce-scatter",)).by_bytes >= 0.85
 
 
 @pytest.mark.slow
