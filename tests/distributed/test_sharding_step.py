@@ -25,7 +25,7 @@ from tests.distributed.programs import RUNS, SEQUENCES, distance, train
 NEAR = 1e-10
 """Bound of the distance of parameters after 20 steps in float64."""
 PAIRS = [
-    *("dcn=8", "data=8", "fsdp=8 accumulate=4 platform=gpu", "sequence=8 accumulate=4", "tensor=8 accumulate=4"),
+    *("dcn=8", "data=8", "fsdp=8 platform=gpu", "sequence=8 accumulate=4", "tensor=8 accumulate=4"),
     *("dcn=2,data=4", "dcn=2,fsdp=4", "dcn=2,sequence=4 accumulate=4", "dcn=2,tensor=4 accumulate=4"),
     *("data=2,fsdp=4", "data=2,sequence=4 accumulate=4", "data=4,tensor=2 accumulate=4"),
     *("fsdp=4,sequence=2 accumulate=4", "fsdp=2,tensor=4 reshard_after=window", "sequence=4,tensor=2 accumulate=4"),
