@@ -28,6 +28,21 @@ def row_groups(mesh: Mesh, rules: Rules | None, gradient_sums: str) -> Groups | 
     return MeshGroups(mesh, axes, rules) if axes else None
 
 
+def lookup_groups(mesh: Mesh, rules: Rules | None, accumulate: Any) -> Groups | None:
+    """Return the groups of rows for the gradients of tables in a window of one micro-batch; None for one group.
+
+    Along fsdp, the compiler reduces the gradient of a lookup and that of a tied head separately, and adds what each
+    device has. Along the other axes, which would reduce both once more, their sum is reduced.
+
+    Args:
+      mesh: The mesh.
+      rules: `PartitionSpec`s of the parameters by path.
+      accumulate: Micro-batches per window. In a window of several, all gradients are added by groups.
+    """
+    shards = mesh.shape.get(FSDP, 1) > 1 and mesh.shape.get(PIPELINE, 1) == 1
+    return row_groups(mesh, rules, "sharded") if shards and accumulate == 1 else None
+
+
 class MeshGroups(Groups):
     """The groups of the devices along some axes of a mesh."""
 

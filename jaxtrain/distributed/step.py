@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.compilation import bypass_compilation_cache, needs_fresh_programs
-from jaxtrain.distributed.groups import row_groups
+from jaxtrain.distributed.groups import lookup_groups, row_groups
 from jaxtrain.distributed.mesh import PIPELINE, TENSOR
 from jaxtrain.distributed.pipeline import pipeline_stages, require_pipelined
 from jaxtrain.distributed.program import constrain_shardings
@@ -82,6 +82,7 @@ class ShardedStep(TrainStep):
                 partial(constrain_shardings, mesh=mesh, rules=rules, accumulate=step.parts.accumulate),
                 mesh.devices.flat[0].platform,
                 row_groups(mesh, rules, step.parts.gradient_sums),
+                lookup_groups(mesh, rules, step.parts.accumulate),
                 None if step.parts.reshard_after == "forward" else partial(gather, mesh=mesh, rules=rules),
                 pipeline_stages(mesh, step.parts.pipeline_chunks),
             ),

@@ -15,6 +15,7 @@ from jaxtrain.transforms import (
     add_hooks,
     convert_where_used,
     fuse_slices,
+    lookup_gradients,
     overwrite_logits,
     partial_gradients,
     remat,
@@ -46,6 +47,7 @@ class LossProgram(NamedTuple):
       constrain: Adds the sharding constraints of a mesh; the identity on one device.
       platform: The platform that the program is compiled for; None for that of the default backend.
       groups: Groups of rows whose gradients are summed once a window; None to sum over all rows at once.
+      lookups: Groups of rows for the tables of a window of one micro-batch; None to sum over all rows at once.
       gather: Gathers the parameters of which every device keeps a copy for the window; None to keep none.
       stages: Stages of a pipeline that a window's micro-batches pass through; None for no pipeline.
     """
@@ -58,6 +60,7 @@ class LossProgram(NamedTuple):
     constrain: Callable[[Compute], Compute] = identity
     platform: str | None = None
     groups: Groups | None = None
+    lookups: Groups | None = None
     gather: Gather | None = None
     stages: Stages | None = None
 
@@ -87,6 +90,7 @@ class LossProgram(NamedTuple):
             identity if copies is None else partial(with_copies, copies=copies),
             # After autocast, whose products it differentiates group by group.
             identity if self.groups is None else partial(partial_gradients, groups=self.groups),
+            identity if self.lookups is None else partial(lookup_gradients, groups=self.lookups),
             # After autocast, which chooses the products. On a mesh, parts of a sharded weight would be gathered.
             identity if self.is_on_mesh else partial(split_products, platform=self.platform),
             identity if self.is_on_mesh else partial(overwrite_logits, platform=self.platform),

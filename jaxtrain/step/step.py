@@ -83,6 +83,7 @@ class StepParts(NamedTuple):
         constrain: Callable[[Compute], Compute],
         platform: str,
         groups: Groups | None = None,
+        lookups: Groups | None = None,
         gather: Gather | None = None,
         stages: Stages | None = None,
     ) -> "StepParts":
@@ -91,8 +92,8 @@ class StepParts(NamedTuple):
         The gradients of `groups` of rows are added once a window, and `gather` gathers parameters once a window. The
         micro-batches of a window pass through `stages`.
         """
-        loss = self.loss._replace(constrain=constrain, platform=platform, groups=groups, gather=gather, stages=stages)
-        return self._with_loss(loss)
+        loss = self.loss._replace(constrain=constrain, platform=platform, groups=groups)
+        return self._with_loss(loss._replace(lookups=lookups, gather=gather, stages=stages))
 
     def for_platform(self, platform: str) -> "StepParts":
         """Return the parts of the same step compiled for a platform."""
