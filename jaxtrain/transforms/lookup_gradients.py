@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxtrain.transforms import jaxpr
-from jaxtrain.transforms.gathered import DIVIDED_LOOKUP
+from jaxtrain.transforms.gathered import DIVIDED_LOOKUP, GATHERED_COPY
 from jaxtrain.transforms.groups import Groups, Partial
 from jaxtrain.transforms.partial_gradients import evaluate_by_group, row_counts
 
@@ -73,7 +73,7 @@ def _is_table(traced: Jaxpr, var: Any, counts: Collection[int]) -> bool:
             if i == 0 and (name == "gather" or jaxpr.is_call(eqn, DIVIDED_LOOKUP)):
                 indices: Any = eqn.invars[1].aval
                 found = bool(indices.ndim) and indices.shape[0] in counts
-            elif name in _UNCHANGED:
+            elif name in _UNCHANGED or jaxpr.is_call(eqn, GATHERED_COPY):
                 found = _is_table(traced, eqn.outvars[0], counts)
             elif name in _CALLS:
                 (inner,) = jaxpr.inner_jaxprs(eqn)
