@@ -218,11 +218,11 @@ def test_recipes_read_corpora_mixed_by_weights(tmp_path, tokenizer_file):
     folders = [write_corpus(tmp_path / name, 30, seed, vocabulary=256) for seed, name in enumerate("ab")]
     mixed = f"{folders[0]}=0.7,{folders[1]}=0.3"
 
-    def read(data, texts=ByteTokenizer()):
+    def read(data, texts):
         return language_rows(Path(data), texts, 8, packing=False, column="text", validation_rows=4)
 
     for data, counts in ((folders[0], (1,)), (mixed, (7, 3))):
-        train, validation, entropy = read(data)
+        train, validation, entropy = read(data, ByteTokenizer())
         assert isinstance(train, Mixture)
         assert train.counts == validation.counts == counts
         assert 0 < entropy < np.log(256)
@@ -234,7 +234,7 @@ def test_recipes_read_corpora_mixed_by_weights(tmp_path, tokenizer_file):
         (f"{folders[0]}=0", "weight 0 of a mixture is not a positive number"),
     ):
         with pytest.raises(UserError, match=message):
-            read(data)
+            read(data, ByteTokenizer())
     with pytest.raises(UserError, match="tokens of another tokenizer, bytes: leave out --tokenizer"):
         read(folders[0], FileTokenizer(tokenizer_file))
     with pytest.raises(UserError, match="which gpt-stdlib and llama-stdlib read"):
