@@ -92,13 +92,24 @@ class ShardedStep(TrainStep):
             step.allow_recompile,
             step.deterministic,
         )
-        accumulate = 1 if callable(self.parts.accumulate) else self.parts.accumulate
-        self.jitted = self._jit(partial(window_step, self.parts), "state", "batch", accumulate=accumulate)
+        self.jitted = self._jit(partial(window_step, self.parts), "state", "batch", accumulate=self._accumulate)
 
     def _jit(self, step: Step, *names: str, accumulate: int = 1) -> Any:
         limited = limit_recompilation(step, names, self.allow_recompile)
         shardings = partial(state_shardings, mesh=self._mesh, rules=self._rules)
-        options = compiler_options(
+        return _Jitted(limited, shardings, self._mesh, self._options(accumulate))
+
+    @property
+    def compiler_options(self) -> CompilerOptions | None:
+        """As `TrainStep.compiler_options`."""
+        return self._options(self._accumulate)
+
+    @property
+    def _accumulate(self) -> int:
+        return 1 if callable(self.parts.accumulate) else self.parts.accumulate
+
+    def _options(self, accumulate: int) -> CompilerOptions | None:
+        return compiler_options(
             deterministic=self.deterministic,
             platform=self._mesh.devices.flat[0].platform,
             devices=self._mesh.size,
@@ -106,7 +117,6 @@ class ShardedStep(TrainStep):
             pipelines_layers=accumulate == 1 or (accumulate <= LONGEST and self.parts.loss.stages is None),
             unrolled=self.parts.loss.unroll,
         )
-        return _Jitted(limited, shardings, self._mesh, options)
 
     @user_facing
     def init(
@@ -136,7 +146,7 @@ class ShardedStep(TrainStep):
 
     def place(self, batch: Any) -> Any:
         """Place a batch [k·B, …] on the mesh as the window that `jitted` takes."""
-        return place_batch(batch, self._mesh, 1 if callable(self.parts.accumulate) else self.parts.accumulate)
+        return place_batch(batch, self._mesh, self._accumulate)
 
     @user_facing
     def compile(self, state: TrainState, batch: Any) -> Any:

@@ -52,6 +52,7 @@ def test_a_compiled_step_keeps_the_contract(settings):
     assert attention_calls(compiled) == expected_attention_calls(settings)
     if settings.mesh is not None and "tensor" not in settings.mesh:
         assert_collectives_of_closed_form(compiled, settings)
+    assert ("xla_gpu_enable_latency_hiding_scheduler" in compiled.compiler_options) == (settings.mesh is not None)
     recorded = json.loads((GOLDEN / f"{settings.name}.json").read_text())
     if recorded["jaxlib"] == version("jaxlib"):
         assert summary(compiled) == recorded
