@@ -21,7 +21,7 @@ STAGES = 4
 
 
 def pipelined(micro_batches, chunks=1):
-    """Return the program of a GPT-2 with two layers per stage and chunk, and a row of each micro-batch for every stage."""
+    """Return the program of a GPT-2 with two layers per stage and chunk, and four rows in a micro-batch of a device."""
     config = GPT2Config(VOCABULARY, LENGTH, n_embd=WIDTH, n_layer=2 * STAGES * chunks, n_head=HEADS)
     apply, params = functional(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))))
 
