@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.compilation import bypass_compilation_cache, needs_fresh_programs
-from jaxtrain.distributed.groups import lookup_groups, row_groups
-from jaxtrain.distributed.mesh import PIPELINE, TENSOR
+from jaxtrain.distributed.groups import groups_of_head, lookup_groups, row_groups
+from jaxtrain.distributed.mesh import PIPELINE, ROWS_OF_HEAD, TENSOR
 from jaxtrain.distributed.pipeline import pipeline_stages, require_pipelined
 from jaxtrain.distributed.program import constrain_shardings
 from jaxtrain.distributed.rows import place_batch
@@ -23,6 +23,7 @@ from jaxtrain.errors import UserError, user_facing
 from jaxtrain.step import (
     LONGEST,
     CompilerOptions,
+    RowDivision,
     Step,
     TrainState,
     TrainStep,
@@ -77,14 +78,17 @@ class ShardedStep(TrainStep):
 
     def __init__(self, step: TrainStep, mesh: Mesh, rules: Rules | None) -> None:
         self._mesh, self._rules = mesh, rules
+        constrain = partial(constrain_shardings, mesh=mesh, rules=rules, accumulate=step.parts.accumulate)
+        head_groups = groups_of_head(mesh, rules, step.parts.gradient_sums)
         super().__init__(
             step.parts.constrained(
-                partial(constrain_shardings, mesh=mesh, rules=rules, accumulate=step.parts.accumulate),
+                constrain,
                 mesh.devices.flat[0].platform,
                 row_groups(mesh, rules, step.parts.gradient_sums),
                 lookup_groups(mesh, rules, step.parts.accumulate),
                 None if step.parts.reshard_after == "forward" else partial(gather, mesh=mesh, rules=rules),
                 pipeline_stages(mesh, step.parts.pipeline_chunks),
+                None if head_groups is None else RowDivision(partial(constrain, row_axes=ROWS_OF_HEAD), head_groups),
             ),
             step.allow_recompile,
             step.deterministic,

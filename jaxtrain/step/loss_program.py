@@ -35,6 +35,18 @@ def identity(compute: Compute) -> Compute:
     return compute
 
 
+class RowDivision(NamedTuple):
+    """How devices divide rows.
+
+    Attributes:
+      constrain: Adds the sharding constraints.
+      groups: The groups of rows whose gradients are summed once a window.
+    """
+
+    constrain: Callable[[Compute], Compute]
+    groups: Groups
+
+
 class LossProgram(NamedTuple):
     """A loss_fn with the options of its program.
 
@@ -50,6 +62,7 @@ class LossProgram(NamedTuple):
       lookups: Groups of rows for the tables of a window of one micro-batch; None to sum over all rows at once.
       gather: Gathers the parameters of which every device keeps a copy for the window; None to keep none.
       stages: Stages of a pipeline that a window's micro-batches pass through; None for no pipeline.
+      of_head: How the stages divide the rows of what follows the layers; None if each computes all of it.
     """
 
     loss_fn: LossFn
@@ -63,6 +76,7 @@ class LossProgram(NamedTuple):
     lookups: Groups | None = None
     gather: Gather | None = None
     stages: Stages | None = None
+    of_head: RowDivision | None = None
 
     @property
     def is_on_mesh(self) -> bool:
