@@ -154,6 +154,7 @@ def _details(candidate: Candidate) -> dict[str, Any]:
     """Return what the program of a candidate launches, moves and holds, as JSON values."""
     program = _program(candidate)
     return {
+        "compiler_options": dict(program.compiler_options),
         "launches": dict(program.launch_counts),
         "products": dict(program.product_dtypes),
         "host_waits": program.host_waits,

@@ -12,6 +12,9 @@ from jaxtrain.data.images import ImageFolder, image_folder, split_images
 from jaxtrain.data.json_rows import JsonArray, JsonLines, json_rows
 from jaxtrain.data.kinds import Kind as Kind
 from jaxtrain.data.kinds import kind_of as kind_of
+from jaxtrain.data.language import LanguageRows as LanguageRows
+from jaxtrain.data.language import language_rows as language_rows
+from jaxtrain.data.language import text_windows as text_windows
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.model_folder import inside as inside
 from jaxtrain.data.model_folder import read_json as read_json

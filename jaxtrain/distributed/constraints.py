@@ -11,8 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.distributed.mesh import FSDP, SEQUENCE, TENSOR, data_parallel_size, sequence_parallel_size
-from jaxtrain.distributed.rows import window_sharding
+from jaxtrain.distributed.mesh import FSDP, ROWS, SEQUENCE, TENSOR, sequence_parallel_size
 from jaxtrain.distributed.sharding import fit_spec
 from jaxtrain.errors import UserError
 
@@ -25,6 +24,7 @@ class ShardingConstraints:
       mesh: The mesh.
       count: Number of rows of the batch; None, or a number that is not divisible, disables the constraints.
       lengths: Lengths of the sequences whose tokens are sharded.
+      row_axes: The mesh axes that shard rows.
 
     Raises:
       UserError: A length is not divisible by the devices of the sequence axis.
@@ -33,6 +33,7 @@ class ShardingConstraints:
     mesh: Mesh
     count: int | None
     lengths: frozenset[int] = frozenset()
+    row_axes: tuple[str, ...] = ROWS
 
     def __post_init__(self) -> None:
         n = sequence_parallel_size(self.mesh.shape)
@@ -106,7 +107,7 @@ class ShardingConstraints:
 
     def moves_less_than(self, table: Any, indices: Any) -> bool:
         """Return whether every device looks up fewer rows than `table` has, by `indices` [B, …, 1]."""
-        lookups = math.prod(indices.shape) // data_parallel_size(self.mesh.shape)
+        lookups = math.prod(indices.shape) // self._row_shards
         sharded = self.mesh.shape.get(FSDP, 1) > 1 and not self.lengths and self._has_rows(indices)
         return sharded and lookups < table.shape[0]
 
@@ -123,11 +124,15 @@ class ShardingConstraints:
 
     @property
     def _rows(self) -> Any:
-        (rows,) = window_sharding(self.mesh, 1).spec
+        (rows,) = P(tuple(axis for axis in self.row_axes if axis in self.mesh.shape))
         return rows
 
+    @property
+    def _row_shards(self) -> int:
+        return math.prod(self.mesh.shape.get(axis, 1) for axis in self.row_axes)
+
     def _has_rows(self, x: Any) -> bool:
-        divisible = self.count is not None and self.count % data_parallel_size(self.mesh.shape) == 0
+        divisible = self.count is not None and self.count % self._row_shards == 0
         return divisible and bool(jax.numpy.ndim(x)) and x.shape[0] == self.count
 
     def _token_axis(self, x: Any) -> dict[int, str]:

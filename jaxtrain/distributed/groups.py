@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.distributed.mesh import DATA, DCN, EXPERT, FSDP, PIPELINE, ROWS
+from jaxtrain.distributed.mesh import DATA, DCN, EXPERT, FSDP, PIPELINE, ROWS, ROWS_OF_HEAD
 from jaxtrain.distributed.sharding import Rules, automatic_spec, divide_over, mesh_axes, param_shardings, replicate_over
 from jaxtrain.transforms import Groups
 
@@ -26,6 +26,31 @@ def row_groups(mesh: Mesh, rules: Rules | None, gradient_sums: str) -> Groups | 
     dividing = ROWS if gradient_sums == "whole" else (DCN, DATA, EXPERT)
     axes = tuple(axis for axis in dividing if mesh.shape.get(axis, 1) > 1)
     return MeshGroups(mesh, axes, rules) if axes else None
+
+
+def lookup_groups(mesh: Mesh, rules: Rules | None, accumulate: Any) -> Groups | None:
+    """Return the groups of rows for the gradients of tables in a window of one micro-batch; None for one group.
+
+    Along fsdp, the compiler reduces the gradient of a lookup and that of a tied head separately, and adds what each
+    device has. Along the other axes, which would reduce both once more, their sum is reduced.
+
+    Args:
+      mesh: The mesh.
+      rules: `PartitionSpec`s of the parameters by path.
+      accumulate: Micro-batches per window. In a window of several, all gradients are added by groups.
+    """
+    shards = mesh.shape.get(FSDP, 1) > 1 and mesh.shape.get(PIPELINE, 1) == 1
+    return row_groups(mesh, rules, "sharded") if shards and accumulate == 1 else None
+
+
+def groups_of_head(mesh: Mesh, rules: Rules | None, gradient_sums: str) -> Groups | None:
+    """Return the groups of rows of what follows the layers of a pipeline; None if the stages do not divide it.
+
+    They do not without a pipeline, or if fsdp divides the sums of a group: its rows would be on other devices.
+    """
+    if mesh.shape.get(PIPELINE, 1) == 1 or (gradient_sums != "whole" and mesh.shape.get(FSDP, 1) > 1):
+        return None
+    return MeshGroups(mesh, tuple(axis for axis in ROWS_OF_HEAD if mesh.shape.get(axis, 1) > 1), rules)
 
 
 class MeshGroups(Groups):

@@ -25,6 +25,8 @@ PIPELINE, DATA, FSDP, EXPERT, SEQUENCE, TENSOR = "pipeline", "data", "fsdp", "ex
 AXES = (DCN, PIPELINE, DATA, FSDP, EXPERT, SEQUENCE, TENSOR)
 ROWS = (DCN, DATA, FSDP, EXPERT)
 """The axes that shard the rows of a batch."""
+ROWS_OF_HEAD = (*ROWS, PIPELINE)
+"""The axes that shard the rows of what follows the layers of a pipeline: the last stage's rows, over all stages."""
 
 
 def parse_mesh(spec: str) -> dict[str, int]:

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.distributed.mesh import PIPELINE
+from jaxtrain.distributed.mesh import PIPELINE, ROWS, ROWS_OF_HEAD
 from jaxtrain.distributed.sharding import Rules
 from jaxtrain.errors import UserError
 from jaxtrain.step import StepParts
@@ -85,6 +85,33 @@ class MeshStages(Stages):
 
         specs = P(None, PIPELINE), P(PIPELINE), P(PIPELINE)
         return self._per_stage(added, *specs, out=P(None, PIPELINE))(x, index, values)
+
+    def divide(self, x: jax.Array, axis: int | None) -> jax.Array:
+        """As `Stages.divide`: each device along pipeline has a part of the rows of each device that divides rows."""
+        if axis is None:
+            return self.last(x)
+
+        def divided(values: jax.Array) -> jax.Array:
+            # Each stage receives a part from all; that of the last one is used.
+            parts = lax.all_to_all(values[0], PIPELINE, axis, axis, tiled=True)
+            size = parts.shape[axis] // self.size
+            return lax.slice_in_dim(parts, parts.shape[axis] - size, None, axis=axis)
+
+        before = [None] * axis
+        return self._on_rows(divided, P(PIPELINE, *before, ROWS), P(*before, ROWS_OF_HEAD))(x)
+
+    def collect(self, x: jax.Array, axis: int | None) -> jax.Array:
+        """As `Stages.collect`."""
+        if axis is None:
+            return self._constrain(super().collect(x, axis), 0)
+        before = [None] * axis
+        gather = partial(lax.all_gather, axis_name=PIPELINE, axis=axis, tiled=True)
+        collected = self._on_rows(lambda x: gather(x)[None], P(*before, ROWS_OF_HEAD), P(PIPELINE, *before, ROWS))
+        return collected(x)
+
+    def _on_rows(self, fn: Callable[..., jax.Array], spec: P, out: P) -> Callable[..., jax.Array]:
+        options: dict[str, Any] = {"axis_names": frozenset(ROWS_OF_HEAD), "check_vma": False}
+        return jax.shard_map(fn, mesh=self._mesh, in_specs=(spec,), out_specs=out, **options)
 
     def _per_stage(self, fn: Callable[..., jax.Array], *specs: P, out: P | None = None) -> Callable[..., jax.Array]:
         options: dict[str, Any] = {"axis_names": frozenset({PIPELINE}), "check_vma": False}

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtrain.distributed.attention import divided_attention, find_attention
 from jaxtrain.distributed.constraints import ShardingConstraints
 from jaxtrain.distributed.experts import divided_experts
-from jaxtrain.distributed.mesh import DATA, DCN, FSDP, SEQUENCE, sequence_parallel_size
+from jaxtrain.distributed.mesh import DATA, DCN, FSDP, ROWS, SEQUENCE, sequence_parallel_size
 from jaxtrain.distributed.sharding import Rules, divide_over, param_shardings
 from jaxtrain.distributed.tables import Tables
 from jaxtrain.errors import UserError
@@ -29,7 +29,12 @@ from jaxtrain.transforms import BLOCK, UnmergeRows, jaxpr, precision
 
 
 def constrain_shardings(
-    compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = None, *, accumulate: Any = 1
+    compute: Callable[..., Any],
+    mesh: Mesh,
+    rules: Rules | None = None,
+    *,
+    accumulate: Any = 1,
+    row_axes: tuple[str, ...] = ROWS,
 ) -> Callable[..., Any]:
     """Constrain a function `compute(params, batch, …)`, such as a loss_fn, to a mesh.
 
@@ -42,6 +47,7 @@ def constrain_shardings(
       rules: `PartitionSpec`s of the parameters by path; None shards automatically.
       accumulate: Micro-batches per window. The gradients of one are added over data before dcn by constraints; those of
         several as sums of groups (`jaxtrain.distributed.groups`).
+      row_axes: The mesh axes that shard rows.
 
     Returns:
       A function with the signature and the results of `compute`.
@@ -57,14 +63,14 @@ def constrain_shardings(
         shardings = param_shardings(params, mesh, rules)
         params = jax.tree.map(constrain_param, params, shardings)
         count = _rows(batch)
-        batch = jax.tree.map(ShardingConstraints(mesh, count).constrain_batch, batch)
+        batch = jax.tree.map(ShardingConstraints(mesh, count, row_axes=row_axes).constrain_batch, batch)
         weights = {id(x): s for x, s in zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True)}
 
         def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
             layers = {id(v) for v in _scanned_variables(closed.jaxpr)}
             divides_tokens = sequence_parallel_size(mesh.shape) > 1
             constraints = ShardingConstraints(
-                mesh, count, _lengths(closed.jaxpr, count) if divides_tokens else frozenset()
+                mesh, count, _lengths(closed.jaxpr, count) if divides_tokens else frozenset(), row_axes
             )
             tables, unmerge_rows = Tables(weights, constraints), UnmergeRows()
             on_gpu = _is_on_gpu(mesh)

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.compilation import bypass_compilation_cache, needs_fresh_programs
-from jaxtrain.distributed.groups import row_groups
-from jaxtrain.distributed.mesh import PIPELINE, TENSOR
+from jaxtrain.distributed.groups import groups_of_head, lookup_groups, row_groups
+from jaxtrain.distributed.mesh import PIPELINE, ROWS_OF_HEAD, TENSOR
 from jaxtrain.distributed.pipeline import pipeline_stages, require_pipelined
 from jaxtrain.distributed.program import constrain_shardings
 from jaxtrain.distributed.rows import place_batch
@@ -23,6 +23,7 @@ from jaxtrain.errors import UserError, user_facing
 from jaxtrain.step import (
     LONGEST,
     CompilerOptions,
+    RowDivision,
     Step,
     TrainState,
     TrainStep,
@@ -77,24 +78,39 @@ class ShardedStep(TrainStep):
 
     def __init__(self, step: TrainStep, mesh: Mesh, rules: Rules | None) -> None:
         self._mesh, self._rules = mesh, rules
+        constrain = partial(constrain_shardings, mesh=mesh, rules=rules, accumulate=step.parts.accumulate)
+        head_groups = groups_of_head(mesh, rules, step.parts.gradient_sums)
         super().__init__(
             step.parts.constrained(
-                partial(constrain_shardings, mesh=mesh, rules=rules, accumulate=step.parts.accumulate),
+                constrain,
                 mesh.devices.flat[0].platform,
                 row_groups(mesh, rules, step.parts.gradient_sums),
+                lookup_groups(mesh, rules, step.parts.accumulate),
                 None if step.parts.reshard_after == "forward" else partial(gather, mesh=mesh, rules=rules),
                 pipeline_stages(mesh, step.parts.pipeline_chunks),
+                None if head_groups is None else RowDivision(partial(constrain, row_axes=ROWS_OF_HEAD), head_groups),
             ),
             step.allow_recompile,
             step.deterministic,
         )
-        accumulate = 1 if callable(self.parts.accumulate) else self.parts.accumulate
-        self.jitted = self._jit(partial(window_step, self.parts), "state", "batch", accumulate=accumulate)
+        self.jitted = self._jit(partial(window_step, self.parts), "state", "batch", accumulate=self._accumulate)
 
     def _jit(self, step: Step, *names: str, accumulate: int = 1) -> Any:
         limited = limit_recompilation(step, names, self.allow_recompile)
         shardings = partial(state_shardings, mesh=self._mesh, rules=self._rules)
-        options = compiler_options(
+        return _Jitted(limited, shardings, self._mesh, self._options(accumulate))
+
+    @property
+    def compiler_options(self) -> CompilerOptions | None:
+        """As `TrainStep.compiler_options`."""
+        return self._options(self._accumulate)
+
+    @property
+    def _accumulate(self) -> int:
+        return 1 if callable(self.parts.accumulate) else self.parts.accumulate
+
+    def _options(self, accumulate: int) -> CompilerOptions | None:
+        return compiler_options(
             deterministic=self.deterministic,
             platform=self._mesh.devices.flat[0].platform,
             devices=self._mesh.size,
@@ -102,7 +118,6 @@ class ShardedStep(TrainStep):
             pipelines_layers=accumulate == 1 or (accumulate <= LONGEST and self.parts.loss.stages is None),
             unrolled=self.parts.loss.unroll,
         )
-        return _Jitted(limited, shardings, self._mesh, options)
 
     @user_facing
     def init(
@@ -132,7 +147,7 @@ class ShardedStep(TrainStep):
 
     def place(self, batch: Any) -> Any:
         """Place a batch [k·B, …] on the mesh as the window that `jitted` takes."""
-        return place_batch(batch, self._mesh, 1 if callable(self.parts.accumulate) else self.parts.accumulate)
+        return place_batch(batch, self._mesh, self._accumulate)
 
     @user_facing
     def compile(self, state: TrainState, batch: Any) -> Any:

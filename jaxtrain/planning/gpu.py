@@ -1,5 +1,6 @@
 """The program of a training step for GPUs that this machine does not have."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -43,21 +44,19 @@ def gpu_program(
     target = find_target(device) if isinstance(device, str) else device
     sizes = {} if mesh is None else parse_mesh(mesh)
     devices = gpu_devices(target, math.prod(sizes.values()))
+    grid = None if mesh is None else make_mesh(mesh, devices)
+    on_gpus = step.for_platform("gpu") if grid is None else shard(step, grid, rules)
 
     def lower() -> Any:
-        if mesh is None:
-            placed = SingleDeviceSharding(devices[0])
-            state, window = (
-                jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), tree)
-                for tree in (step.shapes(params, model_state=model_state), batch)
-            )
-            return step.for_platform("gpu").jitted.lower(state, window)
-        grid = make_mesh(mesh, devices)
-        sharded = shard(step, grid, rules)
-        state = sharded.shapes(params, model_state=model_state)
-        return sharded.jitted.lower(state, window_shapes(batch, grid, step.parts.accumulate))
+        state = on_gpus.shapes(params, model_state=model_state)
+        if grid is not None:
+            return on_gpus.jitted.lower(state, window_shapes(batch, grid, step.parts.accumulate))
+        placed = SingleDeviceSharding(devices[0])
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), (state, batch))
+        return on_gpus.jitted.lower(*arguments)
 
-    return compile_for_gpu(lower, target, sizes)
+    program = compile_for_gpu(lower, target, sizes)
+    return dataclasses.replace(program, compiler_options=on_gpus.compiler_options or {})
 
 
 def window_shapes(batch: Any, mesh: Mesh, accumulate: Any) -> Any:

@@ -212,12 +212,3 @@ class MeshCosts:
 
 def _abstract(mesh: Mapping[str, int]) -> Any:
     return AbstractMesh(tuple(mesh.values()), tuple(mesh))
-
-
-def with_axis(mesh: Mapping[str, int], axis: str, size: int) -> dict[str, int]:
-    """Return a mesh with another size of an axis.
-
-    >>> format_mesh(with_axis(parse_mesh("data=2,fsdp=8"), "data", 16))
-    'data=16,fsdp=8'
-    """
-    return {**mesh, axis: size}

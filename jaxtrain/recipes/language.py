@@ -9,24 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from numpy.typing import NDArray
 
 import jaxtrain as jt
-from jaxtrain.data import (
-    Example,
-    Mixture,
-    Source,
-    Tokenizer,
-    TokenWindows,
-    is_table,
-    pack,
-    replace_unprintable,
-    split_documents,
-    subsample,
-    tokenizer,
-    unigram_entropy,
-)
-from jaxtrain.data.corpus import corpus_mixtures, named_corpora
+from jaxtrain.data import language_rows, replace_unprintable, tokenizer
 from jaxtrain.models import Sampling, functional, stream, stream_text
 from jaxtrain.run import Input, Signature, row_weights
 
@@ -34,7 +19,6 @@ BYTES = 256
 PROMPT = "def "
 SAMPLE_TOKENS = 300
 TEMPERATURE = 0.8
-_ENTROPY_ROWS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +49,14 @@ class LanguageRecipe(jt.Recipe):
         """Read the data and build the model."""
         texts = tokenizer(self.tokenizer)
         vocab_size = BYTES if self.tokenizer is None else texts.size
-        train, validation, entropy = self.rows(texts)
+        rows = language_rows(
+            self.data,
+            texts,
+            self.seq_len,
+            packing=self.packing,
+            column=self.text_column,
+            validation_rows=self.eval_sequences,
+        )
         model = nnx.eval_shape(lambda: self.model(vocab_size))
         apply, _ = functional(model)
 
@@ -98,52 +89,18 @@ class LanguageRecipe(jt.Recipe):
                 model, {"tokens": Input((self.seq_len,), np.int32, 0)}, lambda call, tokens: call(tokens), "tokens"
             ),
             texts=texts,
-            train=train,
-            validation=validation,
-            eval_rows=min(self.eval_sequences, len(validation)),
+            train=rows.train,
+            validation=rows.validation,
+            eval_rows=min(self.eval_sequences, len(rows.validation)),
             classes=vocab_size,
             unit="tokens",
             units_per_row=self.seq_len,
             bounds={"segments": self.seq_len + 1, "positions": self.seq_len},
             description={
                 "text": str(self.data) if self.data else "the source of Python's standard library",
-                "rows": f"{_row_counts(train)} for training, {len(validation):,} for validation",
+                "rows": rows.description,
             },
-            references={"unigram entropy": entropy},
+            references={"unigram entropy": rows.entropy},
             sample=sample,
             continue_text=continue_text,
         )
-
-    def rows(self, texts: Tokenizer) -> tuple[Source, Source, float]:
-        """Return (train, validation, unigram entropy of the validation tokens): windows over all text, or packed."""
-        if corpora := named_corpora(self.data):
-            mixtures = corpus_mixtures(corpora, texts, self.seq_len, self.packing)
-            return *mixtures, _entropy(mixtures.validation)
-        train, validation = split_documents(self.data, texts, self.text_column)
-        if not self.packing and (self.data is None or not is_table(self.data)):
-            windows = TokenWindows(train.tokens, self.seq_len), TokenWindows(validation.tokens, self.seq_len)
-            return *windows, unigram_entropy(validation.tokens)
-        packed = subsample(pack(validation, self.seq_len, pad=0), self.eval_sequences)
-        return pack(train, self.seq_len, pad=0), packed, _entropy(packed)
-
-
-def _row_counts(train: Source) -> str:
-    """Return the number of rows, or that of each source of a mixture with its share of the batches."""
-    if not isinstance(train, Mixture):
-        return f"{len(train):,}"
-    shares = (count / sum(train.counts) for count in train.counts)
-    return " and ".join(
-        f"{len(source):,} ({share:.4g})" if share < 1 else f"{len(source):,}"
-        for source, share in zip(train.sources, shares, strict=True)
-    )
-
-
-def _entropy(rows: Source) -> float:
-    """Return the unigram entropy of the targets in the first rows."""
-    examples = [rows[i] for i in range(min(len(rows), _ENTROPY_ROWS))]
-    return unigram_entropy(np.concatenate([_targets(example) for example in examples]))
-
-
-def _targets(row: Example) -> NDArray[np.int32]:
-    targets: NDArray[np.int32] = row["targets"][row["segments"] > 0] if "segments" in row else row["tokens"][1:]
-    return targets

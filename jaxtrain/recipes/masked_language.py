@@ -15,16 +15,14 @@ from jaxtrain.data import (
     MappedSource,
     Source,
     Tokenizer,
-    TokenWindows,
     encode_row,
     is_table,
     split_columns,
-    split_documents,
     subsample,
+    text_windows,
     tokenizer,
     unigram_entropy,
 )
-from jaxtrain.data.corpus import named_corpora
 from jaxtrain.losses import mask_tokens
 from jaxtrain.models import bert, functional
 from jaxtrain.recipes.encoder import EncoderRecipe, signature
@@ -113,11 +111,8 @@ class MaskedLanguageRecipe(EncoderRecipe):
         """Return (train, validation): windows over the text of files, or a table's rows, of `seq_len` tokens each."""
         if self.seq_len < 3:
             raise jt.UserError(f"seq_len must be at least 3, got {self.seq_len}: use 3 or more")
-        if named_corpora(self.data):
-            raise jt.UserError(f"--data {self.data} has tokens, which gpt-stdlib and llama-stdlib read: give text")
         if self.data is None or not is_table(self.data):
-            train, validation = split_documents(self.data, texts)
-            return TokenWindows(train.tokens, self.seq_len - 1), TokenWindows(validation.tokens, self.seq_len - 1)
+            return text_windows(self.data, texts, self.seq_len - 1)
         encode = partial(encode_row, texts, length=self.seq_len)
         rows, validation_rows = split_columns(self.data, {"text": self.text_column})
         return MappedSource(rows, encode), MappedSource(validation_rows, encode)

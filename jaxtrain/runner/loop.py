@@ -101,7 +101,8 @@ def run_training(
         batch = training.loader.peek()
         preflight.check_labels_in_batch(training.task, batch)
         baselines = {} if resuming or not processes.is_first() else training.task.baselines()
-        console.facts({**preflight.describe(training.task, state, batch, recipe), **baselines})
+        facts = preflight.describe(training.task, state, batch, recipe, training.step.compiler_options)
+        console.facts({**facts, **baselines})
         source = str(getattr(recipe, "data", None) or name)
         position = Position.start(training, state, batch, source=source, message=console.message)
         first = None

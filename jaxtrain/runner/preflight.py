@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxtrain.distributed import PIPELINE, data_parallel_size, parse_mesh, run_mesh_sizes
+from jaxtrain.distributed import PIPELINE, data_parallel_size, parse_mesh, run_devices, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief, type_errors
 from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, build_expression
@@ -27,7 +27,7 @@ from jaxtrain.runner.optimizer import (
     schedule,
     schedule_call,
 )
-from jaxtrain.step import TrainState
+from jaxtrain.step import CompilerOptions, TrainState
 from jaxtrain.transforms import Schedule, remat
 
 _MAY_BE_ZERO = {"warmup_steps", "seed", "allow_recompile", "keep_best", "workers"}
@@ -211,8 +211,13 @@ def _naming(setting: str, value: str | None) -> Iterator[None]:
         raise UserError(f"{setting} {brief(value)}: no {setting.replace('_', ' ')} could be built ({why})") from error
 
 
-def describe(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe: Recipe) -> dict[str, str]:
-    """Return the facts printed before the first step: data, shapes, ranges, parameters, mesh, effective batch."""
+def describe(
+    task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe: Recipe, options: CompilerOptions | None
+) -> dict[str, str]:
+    """Return the facts printed before the first step: data, shapes, ranges, parameters, mesh, effective batch.
+
+    On several GPUs, also XLA's options of the step.
+    """
     leaves = jax.tree.leaves(state.params)
     count = sum(x.size for x in leaves)
     size = sum(x.size * x.dtype.itemsize for x in leaves)
@@ -236,6 +241,8 @@ def describe(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe
             schedule = Schedule(stages, recipe.pipeline_chunks, recipe.accumulate)
             facts.append(f"{schedule.bubble:.0%} of the time is the pipeline's bubble")
         sharding = {"mesh": "; ".join(facts)}
+        if options and run_devices(recipe.mesh)[0].platform == "gpu":
+            sharding["compiler options"] = _format_options(options)
     return {
         **task.description,
         **arrays,
@@ -244,6 +251,11 @@ def describe(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe
         **sharding,
         "effective batch": str(effective).removeprefix("effective batch "),
     }
+
+
+def _format_options(options: CompilerOptions) -> str:
+    values = ", ".join(f"{name.removeprefix('xla_gpu_')}={str(value).lower()}" for name, value in options.items())
+    return f"xla_gpu_{{{values}}}"
 
 
 def check_labels_in_batch(task: Task, batch: dict[str, np.ndarray]) -> None:

@@ -16,6 +16,7 @@ from jaxtrain.step.learning_rate import LearningRate as LearningRate
 from jaxtrain.step.learning_rate import descend as descend
 from jaxtrain.step.learning_rate import rate_at as rate_at
 from jaxtrain.step.learning_rate import scale_by_learning_rate, used_learning_rate, used_learning_rates
+from jaxtrain.step.loss_program import RowDivision as RowDivision
 from jaxtrain.step.loss_scale import LossScaleState as LossScaleState
 from jaxtrain.step.loss_scale import consecutive_skips as consecutive_skips
 from jaxtrain.step.loss_scale import current_scale as current_scale

@@ -12,7 +12,7 @@ from jaxtrain.errors import user_facing
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step.accumulate import WindowSchedule
 from jaxtrain.step.arithmetic import optimizer_in_float32
-from jaxtrain.step.compiler_options import compiler_options
+from jaxtrain.step.compiler_options import CompilerOptions, compiler_options
 from jaxtrain.step.diagnosis import diagnosed, takes_one_batch
 from jaxtrain.step.first_loss import warn_of_first_loss
 from jaxtrain.step.loss_program import LossProgram
@@ -47,8 +47,12 @@ class TrainStep:
 
     def _jit(self, step: Step, *names: str) -> Any:
         limited = limit_recompilation(step, names, self.allow_recompile)
-        options = compiler_options(deterministic=self.deterministic)
-        return jax.jit(limited, donate_argnums=0, compiler_options=options)
+        return jax.jit(limited, donate_argnums=0, compiler_options=self.compiler_options)
+
+    @property
+    def compiler_options(self) -> CompilerOptions | None:
+        """XLA's options that `jitted` is compiled with; None for its defaults."""
+        return compiler_options(deterministic=self.deterministic)
 
     def for_platform(self, platform: str) -> "TrainStep":
         """Return the same step compiled for a platform, such as "gpu", that is not the default backend's."""

@@ -15,6 +15,7 @@ from jaxtrain.transforms import (
     add_hooks,
     convert_where_used,
     fuse_slices,
+    lookup_gradients,
     overwrite_logits,
     partial_gradients,
     remat,
@@ -34,6 +35,18 @@ def identity(compute: Compute) -> Compute:
     return compute
 
 
+class RowDivision(NamedTuple):
+    """How devices divide rows.
+
+    Attributes:
+      constrain: Adds the sharding constraints.
+      groups: The groups of rows whose gradients are summed once a window.
+    """
+
+    constrain: Callable[[Compute], Compute]
+    groups: Groups
+
+
 class LossProgram(NamedTuple):
     """A loss_fn with the options of its program.
 
@@ -46,8 +59,10 @@ class LossProgram(NamedTuple):
       constrain: Adds the sharding constraints of a mesh; the identity on one device.
       platform: The platform that the program is compiled for; None for that of the default backend.
       groups: Groups of rows whose gradients are summed once a window; None to sum over all rows at once.
+      lookups: Groups of rows for the tables of a window of one micro-batch; None to sum over all rows at once.
       gather: Gathers the parameters of which every device keeps a copy for the window; None to keep none.
       stages: Stages of a pipeline that a window's micro-batches pass through; None for no pipeline.
+      of_head: How the stages divide the rows of what follows the layers; None if each computes all of it.
     """
 
     loss_fn: LossFn
@@ -58,8 +73,10 @@ class LossProgram(NamedTuple):
     constrain: Callable[[Compute], Compute] = identity
     platform: str | None = None
     groups: Groups | None = None
+    lookups: Groups | None = None
     gather: Gather | None = None
     stages: Stages | None = None
+    of_head: RowDivision | None = None
 
     @property
     def is_on_mesh(self) -> bool:
@@ -87,6 +104,7 @@ class LossProgram(NamedTuple):
             identity if copies is None else partial(with_copies, copies=copies),
             # After autocast, whose products it differentiates group by group.
             identity if self.groups is None else partial(partial_gradients, groups=self.groups),
+            identity if self.lookups is None else partial(lookup_gradients, groups=self.lookups),
             # After autocast, which chooses the products. On a mesh, parts of a sharded weight would be gathered.
             identity if self.is_on_mesh else partial(split_products, platform=self.platform),
             identity if self.is_on_mesh else partial(overwrite_logits, platform=self.platform),

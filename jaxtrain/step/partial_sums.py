@@ -24,6 +24,12 @@ def with_sums(params: Any, sums: Any) -> Any:
     return jax.tree.map(lambda x, s: x if s is None else Partial(x, s), params, sums, is_leaf=lambda x: x is None)
 
 
+def divides_rows(window: Any, groups: int) -> bool:
+    """Return whether the arrays of a window, [k, B, …], have the same rows, which the groups divide."""
+    counts = {x.shape[1] for x in jax.tree.leaves(window)}
+    return len(counts) == 1 and counts.pop() % groups == 0
+
+
 class Total(NamedTuple):
     """Zeros for a parameter, by which the gradient is the sum of a window: the fields of `LastPartial`."""
 

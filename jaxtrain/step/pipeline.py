@@ -1,9 +1,9 @@
 """The gradient of a window whose micro-batches pass through a pipeline of stages.
 
-A stage is a part of the layers that the loss_fn scans over; what precedes the scan belongs to the first stage, what
-follows it to the last. All stages run the same program, and select what they need of it. Each adds up its gradients,
-weighted as those of a window without a pipeline; those of parameters outside of the layers are added over stages after
-the last micro-batch.
+A stage is a part of the layers that the loss_fn scans over; what precedes the scan belongs to the first stage, and what
+follows it to all of them (`jaxtrain.step.pipeline_head`). All stages run the same program, and select what they need of
+it. Each adds up its gradients, weighted as those of a window without a pipeline; those of parameters outside of the
+layers are added over stages after the last micro-batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +20,26 @@ from jaxtrain.step.accumulate import nonzero_weight, sum_dtype
 from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.nonfinite import Nonfinite, first_nonfinite
 from jaxtrain.step.objective import Loss
+from jaxtrain.step.pipeline_head import DividedHead, Head, in_places, join, split
 from jaxtrain.transforms import LayeredFunction, Stages, StoredResiduals
 
 Results = tuple[Loss, dict[str, Loss]]
 Compute = Callable[..., Results]
 """`compute(variables, fixed, micro_batch, rng) -> (Loss, metrics)`."""
+
+
+class Divided(NamedTuple):
+    """A loss computation whose rows are divided over the stages too.
+
+    Attributes:
+      compute: The loss computation.
+      variables: Zeros [groups · p, …] that stand for the partial sums of the parameters to differentiate by.
+      fixed: All parameters.
+    """
+
+    compute: Compute
+    variables: Any
+    fixed: Any
 
 
 class PipelinedWindow(NamedTuple):
@@ -44,7 +59,14 @@ class PipelinedWindow(NamedTuple):
 
 
 def pipelined_window(
-    compute: Compute, variables: Any, fixed: Any, micro_batches: Any, keys: jax.Array, scale: Any, stages: Stages
+    compute: Compute,
+    variables: Any,
+    fixed: Any,
+    micro_batches: Any,
+    keys: jax.Array,
+    scale: Any,
+    stages: Stages,
+    divided: Divided | None = None,
 ) -> PipelinedWindow:
     """Differentiate the mean loss of a window in a pipeline.
 
@@ -56,11 +78,12 @@ def pipelined_window(
       keys: The dropout keys of the micro-batches, [k].
       scale: The loss scale.
       stages: The stages.
+      divided: The same loss computation, as the stages divide what follows the layers; None if each computes all of it.
 
     Raises:
       UserError: The loss has no scan over layers, or their number or that of the micro-batches is not divisible.
     """
-    return _Pipeline(compute, variables, fixed, micro_batches, keys, scale, stages).run()
+    return _Pipeline(compute, variables, fixed, micro_batches, keys, scale, stages, divided).run()
 
 
 class _State(NamedTuple):
@@ -95,20 +118,17 @@ class _Pipeline:
         keys: jax.Array,
         scale: Any,
         stages: Stages,
+        divided: Divided | None,
     ) -> None:
         self._leaves, self._structure = jax.tree.flatten(variables)
-        self._fixed, fixed_structure = jax.tree.flatten(fixed)
-        self._n, self._window, self._keys, self._scale = len(self._leaves), micro_batches, keys, scale
+        self._fixed = jax.tree.leaves(fixed)
+        self._n, self._window, self._keys = len(self._leaves), micro_batches, keys
         self._stages, self._k = stages, keys.shape[0]
         self._schedule = stages.schedule(self._k)
 
-        def fn(params: Sequence[Any], inputs: Any) -> Results:
-            variables = jax.tree.unflatten(self._structure, params[: self._n])
-            return compute(variables, jax.tree.unflatten(fixed_structure, params[self._n :]), *inputs)
-
         self._params = [*self._leaves, *self._fixed]
         inputs = jax.tree.map(lambda x: jax.eval_shape(lambda x: x[0], x), (micro_batches, keys))
-        self._layered = LayeredFunction(fn, self._params, inputs)
+        self._layered = _layered(compute, variables, fixed, inputs)
         n_virtual = stages.size * stages.chunks
         if self._layered.layers % n_virtual:
             raise UserError(
@@ -120,8 +140,13 @@ class _Pipeline:
         self._stacks = [stages.split(x) for x in self._layered.stacks(self._params)]
         self._is_variable = [any(i < self._n for i in of) for of in self._layered.leaves_of_stacks()]
         self._before = [i for i in range(self._n) if self._layered.used_before[i]]
-        self._after = [i for i in range(self._n) if self._layered.used_after[i]]
-        self._outside = sorted({*self._before, *self._after})
+        window = micro_batches, keys
+        if divided is None:
+            self._head = Head(self._layered, self._params, self._n, window, scale, stages)
+        else:
+            params = jax.tree.leaves((divided.variables, divided.fixed))
+            self._head = DividedHead(_layered(*divided, inputs), params, self._n, window, scale, stages)
+        self._outside = sorted({*self._before, *self._head.used})
         self._trace(inputs)
 
     def _trace(self, inputs: Any) -> None:
@@ -131,53 +156,31 @@ class _Pipeline:
         passed = [*carry, *ys]
         self._n_carry = len(carry)
         self._is_float = [jnp.issubdtype(x.dtype, np.inexact) for x in passed]
-        self._passed = self._split(passed, self._is_float)
+        self._passed = split(passed, self._is_float)
         diff, held = self._diff_and_held(shapes)
         number = jax.ShapeDtypeStruct((), np.int32)
         others = self._passed[1], inputs, number
         make = partial(StoredResiduals, self._run_stage, diff, self._passed[0], held, others)
         self._stage = self._stages.trace(make)
 
-    @staticmethod
-    def _split(values: Sequence[Any], of: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-        return [x for x, one in zip(values, of, strict=True) if one], [
-            x for x, one in zip(values, of, strict=True) if not one
-        ]
-
-    @staticmethod
-    def _join(first: Sequence[Any], second: Sequence[Any], of: Sequence[bool]) -> list[Any]:
-        parts = iter(first), iter(second)
-        return [next(parts[0] if one else parts[1]) for one in of]
-
     def _diff_and_held(self, stacks: Sequence[Any]) -> tuple[Any, Any]:
         """Return the parameters of a stage that it is differentiated by, and the others."""
-        variables, others = self._split(stacks, self._is_variable)
+        variables, others = split(stacks, self._is_variable)
         return (variables, [self._leaves[i] for i in self._before]), (others, self._fixed)
-
-    def _all_params(self, used: Sequence[int], values: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
-        leaves = dict(zip(used, values, strict=True))
-        return [*(leaves.get(i) for i in range(self._n)), *fixed]
 
     def _run_stage(self, diff: Any, passed: list[Any], held: Any, inputs: Any) -> Any:
         """Run the layers of a virtual stage on what the one before has passed."""
         (variables, leaves), (others, fixed), (rest, inputs, number) = diff, held, inputs
-        consts, first, per_layer = self._layered.before(self._all_params(self._before, leaves, fixed), inputs)
-        values = self._join(passed, rest, self._is_float)
+        params = [*in_places(self._n, self._before, leaves), *fixed]
+        consts, first, per_layer = self._layered.before(params, inputs)
+        values = join(passed, rest, self._is_float)
         carry, ys = values[: self._n_carry], values[self._n_carry :]
         carry = [jnp.where(number == 0, own, given) for own, given in zip(first, carry, strict=True)]
         start, size = number * self._layers_of_stage, self._layers_of_stage
         per_layer = [lax.dynamic_slice_in_dim(x, start, size) for x in per_layer]
-        carry, own = self._layered.apply(consts, carry, self._join(variables, others, self._is_variable), per_layer)
+        carry, own = self._layered.apply(consts, carry, join(variables, others, self._is_variable), per_layer)
         ys = [lax.dynamic_update_slice_in_dim(y, new, start, 0) for y, new in zip(ys, own, strict=True)]
-        return self._split([*carry, *ys], self._is_float)
-
-    def _run_head(self, leaves: list[Any], passed: list[Any], fixed: list[Any], rest: list[Any], inputs: Any) -> Any:
-        """Compute the loss from what the last virtual stage passes, as a window without a pipeline scales it."""
-        values = self._join(passed, rest, self._is_float)
-        carry, ys = values[: self._n_carry], values[self._n_carry :]
-        loss, metrics = self._layered.after(self._all_params(self._after, leaves, fixed), inputs, carry, ys)
-        mean = loss.total / (nonzero_weight(loss.weight) * jnp.asarray(self._k, loss.weight.dtype))
-        return mean * jnp.asarray(self._scale, mean.dtype), (loss, metrics)
+        return split([*carry, *ys], self._is_float)
 
     def run(self) -> PipelinedWindow:
         schedule, p = self._schedule, self._stages.size
@@ -216,23 +219,17 @@ class _Pipeline:
         def zeros(x: Any, *leading: int, as_sum: bool = False) -> jax.Array:
             return stages.zeros((*leading, *x.shape), dtype if as_sum else x.dtype, len(leading) - 1)
 
-        stacks, _ = self._split(self._stacks, self._is_variable)
+        stacks, _ = split(self._stacks, self._is_variable)
         outside = [self._leaves[i] for i in self._outside]
-        one = jax.eval_shape(lambda: self._head_of_one()[1])
         return _State(
             arrived=tuple([zeros(x, p) for x in part] for part in self._passed),  # type: ignore[arg-type]
             gradient=[zeros(x, p) for x in self._passed[0]],
             residuals=[zeros(_as_data(x), self._schedule.slots, p) for x in self._stage.residuals],
             of_stacks=[stages.zeros(x.shape, dtype, 1) for x in stacks],
             of_leaves=[zeros(x, p, as_sum=True) for x in outside],
-            results=jax.tree.map(lambda x: jnp.zeros((self._k, *x.shape), x.dtype), one),
+            results=jax.tree.map(lambda x: jnp.zeros((self._k, *x.shape), x.dtype), self._head.results_shapes()),
             finite=jnp.ones((p, self._k, len(stacks) + len(outside)), bool),
         )
-
-    def _head_of_one(self) -> Any:
-        passed, rest = ([jnp.zeros(x.shape, x.dtype) for x in part] for part in self._passed)
-        inputs = jax.tree.map(lambda x: x[0], (self._window, self._keys))
-        return self._run_head([self._leaves[i] for i in self._after], passed, self._fixed, rest, inputs)
 
     def _tick(self, state: _State, t: Any, *, forward: bool, head: bool, backward: bool) -> _State:
         gradient = [jnp.zeros_like(x) for x in state.gradient]
@@ -240,7 +237,7 @@ class _Pipeline:
             unit = self._schedule.forward(t, np.arange(self._stages.size, dtype=np.int32))
             passed, rest, state = self._forward(state, t, unit)
             if head:
-                gradient, state = self._head(state, unit, passed, rest)
+                gradient, state = self._differentiate_head(state, unit, passed, rest)
             shift = partial(self._stages.shift, by=1)
             state = state._replace(arrived=(list(map(shift, passed)), list(map(shift, rest))))
         return self._backward(state, t, gradient) if backward else state
@@ -269,19 +266,12 @@ class _Pipeline:
         ]
         return passed, rest, state._replace(residuals=kept)
 
-    def _head(self, state: _State, unit: Any, passed: Any, rest: Any) -> tuple[list[Any], _State]:
+    def _differentiate_head(self, state: _State, unit: Any, passed: Any, rest: Any) -> tuple[list[Any], _State]:
         """Differentiate the loss of the micro-batch that the last stage has ended."""
-        run = jax.grad(self._run_head, argnums=(0, 1), has_aux=True)
-        leaves = [self._leaves[i] for i in self._after]
-        mapped = self._stages.map(run, in_axes=(None, 0, None, 0, 0))
-        (of_leaves, of_passed), results = mapped(leaves, passed, self._fixed, rest, self._inputs(unit.micro_batch))
-        loss, metrics = jax.tree.map(self._stages.last, results)
-        (i,) = unit.micro_batch[-1:]
-        results = jax.tree.map(lambda all_of, x: all_of.at[i].set(x), state.results, (loss, metrics))
-        state = state._replace(results=results)
-        is_last = np.arange(self._stages.size) == self._stages.size - 1
-        state = self._add(state, unit.micro_batch, is_last, None, dict(zip(self._after, of_leaves, strict=True)))
-        return [_where(is_last, x, jnp.zeros_like(x)) for x in of_passed], state
+        found, i = self._head.differentiate(passed, rest, unit.micro_batch), unit.micro_batch[-1]
+        results = jax.tree.map(lambda all_of, x: all_of.at[i].set(x), state.results, found.results)
+        of_all = jnp.broadcast_to(i, unit.micro_batch.shape)
+        return found.of_passed, self._add(state._replace(results=results), of_all, found.valid, None, found.of_leaves)
 
     def _backward(self, state: _State, t: Any, of_head: list[Any]) -> _State:
         schedule, stages = self._schedule, np.arange(self._stages.size, dtype=np.int32)
@@ -357,6 +347,14 @@ class _Pipeline:
         by_leaf = [[j for j, leaves in enumerate(sources) if i in leaves] for i in range(self._n)]
         by_stage = finite.all(0)
         return first_nonfinite(jnp.stack([by_stage[:, columns].all(1) for columns in map(np.array, by_leaf)], 1))
+
+
+def _layered(compute: Compute, variables: Any, fixed: Any, inputs: Any) -> LayeredFunction:
+    """Split a loss computation, of the list of all its parameters, at its scan over layers."""
+    params, structure = jax.tree.flatten((variables, fixed))
+    return LayeredFunction(
+        lambda params, inputs: compute(*jax.tree.unflatten(structure, params), *inputs), params, inputs
+    )
 
 
 def _finite(x: jax.Array) -> jax.Array:

@@ -33,13 +33,13 @@ from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.clip import clip_grad_norm, clip_grad_value
 from jaxtrain.step.ema import update_ema
 from jaxtrain.step.learning_rate import used_learning_rate
-from jaxtrain.step.loss_program import Gather, LossProgram
+from jaxtrain.step.loss_program import Gather, LossProgram, RowDivision
 from jaxtrain.step.loss_scale import current_scale, found_inf
 from jaxtrain.step.mistakes import describe, same_structure
 from jaxtrain.step.nonfinite import Nonfinite, locate_nonfinite
 from jaxtrain.step.objective import Compute, Loss
-from jaxtrain.step.partial_sums import add_last, with_sums, with_totals, zero_sums, zero_totals
-from jaxtrain.step.pipeline import pipelined_window
+from jaxtrain.step.partial_sums import add_last, divides_rows, with_sums, with_totals, zero_sums, zero_totals
+from jaxtrain.step.pipeline import Divided, pipelined_window
 from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, require_state, require_trainable
 from jaxtrain.step.window_loop import LONGEST, scan_window
 from jaxtrain.transforms import Groups, Stages, unfilled_stacks
@@ -85,16 +85,19 @@ class StepParts(NamedTuple):
         constrain: Callable[[Compute], Compute],
         platform: str,
         groups: Groups | None = None,
+        lookups: Groups | None = None,
         gather: Gather | None = None,
         stages: Stages | None = None,
+        of_head: RowDivision | None = None,
     ) -> "StepParts":
         """Return the parts of the same step on a mesh of a platform, whose sharding constraints `constrain` adds.
 
-        The gradients of `groups` of rows are added once a window, and `gather` gathers parameters once a window. The
-        micro-batches of a window pass through `stages`.
+        The gradients of `groups` of rows are added once a window, those of tables by `lookups` in a window of one
+        micro-batch, and `gather` gathers parameters once a window. The micro-batches of a window pass through `stages`,
+        which divide the rows of what follows the layers as `of_head`.
         """
-        loss = self.loss._replace(constrain=constrain, platform=platform, groups=groups, gather=gather, stages=stages)
-        return self._with_loss(loss)
+        program: dict[str, Any] = {"constrain": constrain, "platform": platform, "groups": groups, "gather": gather}
+        return self._with_loss(self.loss._replace(**program, lookups=lookups, stages=stages, of_head=of_head))
 
     def for_platform(self, platform: str) -> "StepParts":
         """Return the parts of the same step compiled for a platform."""
@@ -284,17 +287,25 @@ def _pipelined_gradient(parts: StepParts, state: TrainState, micro_batches: Any,
     if state.model_state is not None:
         raise UserError("the mesh axis pipeline does not support model state, such as BatchNorm's: use data or fsdp")
     trained, frozen = partition(state.params, parts.frozen)
-    groups = parts.loss.groups if k > 1 else None
+    groups, of_head = (parts.loss.groups, parts.loss.of_head) if k > 1 else (None, None)
 
-    def compute(variables: Any, fixed: Any, micro_batch: Any, rng: jax.Array) -> tuple[Loss, dict[str, Loss]]:
-        params = merge(variables, fixed) if groups is None else with_sums(fixed, variables)
-        loss, metrics, _ = parts.compute_loss(params, micro_batch, rng, None)
-        return loss, metrics
+    def computed(compute_loss: Compute, groups: Groups | None) -> Callable[..., Any]:
+        def compute(variables: Any, fixed: Any, micro_batch: Any, rng: jax.Array) -> tuple[Loss, dict[str, Loss]]:
+            params = merge(variables, fixed) if groups is None else with_sums(fixed, variables)
+            loss, metrics, _ = compute_loss(params, micro_batch, rng, None)
+            return loss, metrics
+
+        return compute
 
     variables, fixed = (trained, frozen) if groups is None else (zero_sums(trained, groups), state.params)
+    divided = None
+    if of_head is not None and divides_rows(micro_batches, of_head.groups.size):
+        compute_loss = parts.loss._replace(constrain=of_head.constrain, groups=of_head.groups).compute()
+        divided = Divided(computed(compute_loss, of_head.groups), zero_sums(trained, of_head.groups), state.params)
     window = jax.tree.map(lambda x: x[None], micro_batches) if k == 1 else micro_batches
     keys = jax.vmap(partial(micro_batch_key, state.rng))(state.micro_step + jnp.arange(k, dtype=np.int32))
-    found = pipelined_window(compute, variables, fixed, window, keys, current_scale(state.loss_scale), stages)
+    compute, scale = computed(parts.compute_loss, groups), current_scale(state.loss_scale)
+    found = pipelined_window(compute, variables, fixed, window, keys, scale, stages, divided)
     grads = found.grads if groups is None else groups.add(found.grads)
     return Gradient(grads, found.loss, found.metrics, None, found.nonfinite)
 

@@ -14,6 +14,7 @@ from jaxtrain.transforms.hooks import add_hooks as add_hooks
 from jaxtrain.transforms.hooks import hook
 from jaxtrain.transforms.layers import LayeredFunction as LayeredFunction
 from jaxtrain.transforms.logits import overwrite_logits as overwrite_logits
+from jaxtrain.transforms.lookup_gradients import lookup_gradients as lookup_gradients
 from jaxtrain.transforms.loops import at_most as at_most
 from jaxtrain.transforms.loops import most_times as most_times
 from jaxtrain.transforms.merged_rows import UnmergeRows as UnmergeRows

@@ -55,18 +55,27 @@ def partial_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[.
             return compute(params, *rest)
 
         def evaluate(closed: ClosedJaxpr, values: list[Any]) -> list[Any]:
-            rule = _rule(groups, {x.shape[0] for x in jax.tree.leaves(rest[:1]) if x.ndim})
             given = [
                 with_window_sums(x, groups) if _is_last(x) and not is_scanned(x, closed.jaxpr, v) else x
                 for x, v in zip(leaves, closed.jaxpr.invars, strict=False)
             ]
-            outs = jaxpr.interpret(closed.jaxpr, closed.consts, [*given, *values[len(leaves) :]], rule)
-            return [_summed(x, groups) for x in outs]
+            return evaluate_by_group(closed, [*given, *values[len(leaves) :]], groups, row_counts(rest[:1]))
 
         values = [x.value if _is_partial(x) else x for x in leaves]
         return jaxpr.retrace(compute, evaluate)(jax.tree.unflatten(structure, values), *rest)
 
     return computed
+
+
+def evaluate_by_group(closed: ClosedJaxpr, args: Sequence[Any], groups: Groups, counts: Collection[int]) -> list[Any]:
+    """Evaluate a program, some of whose arguments are `Partial`, for a batch with these sizes of first axes."""
+    outs = jaxpr.interpret(closed.jaxpr, closed.consts, args, _rule(groups, counts))
+    return [_summed(x, groups) for x in outs]
+
+
+def row_counts(batch: Any) -> set[int]:
+    """Return the sizes of the first axes of a batch's arrays."""
+    return {x.shape[0] for x in jax.tree.leaves(batch) if x.ndim}
 
 
 _LAYOUT = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "slice", "copy"})

@@ -164,3 +164,18 @@ class Stages:
         """Return the value of the last stage, in all."""
         is_last = np.arange(self.size).reshape(-1, *[1] * (x.ndim - 1)) == self.size - 1
         return jnp.where(is_last, x, jnp.zeros_like(x)).sum(0, dtype=x.dtype)
+
+    def divide(self, x: jax.Array, axis: int | None) -> jax.Array:
+        """Return the value of the last stage, of which every stage has a part.
+
+        Args:
+          x: Values of all stages.
+          axis: The axis of a value that is divided; None for a value that all have.
+        """
+        del axis
+        return self.last(x)
+
+    def collect(self, x: jax.Array, axis: int | None) -> jax.Array:
+        """Return a value that `divide` has divided, [p, …] in all."""
+        del axis
+        return jnp.broadcast_to(x, (self.size, *x.shape))

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxtrain.cli import main
-from jaxtrain.data import ByteTokenizer, FileTokenizer, Mixture, TokenWindows, corpus, split_documents
+from jaxtrain.data import ByteTokenizer, FileTokenizer, Mixture, TokenWindows, corpus, language_rows, split_documents
 from jaxtrain.data.corpus import CorpusRows, TokenCorpus, named_corpora, tokenize_corpus
 from jaxtrain.data.corpus.documents import TextDocuments
 from jaxtrain.errors import UserError
@@ -216,10 +216,13 @@ def test_the_system_reads_nothing_around_a_row_from_the_disk(tmp_path):
 
 def test_recipes_read_corpora_mixed_by_weights(tmp_path, tokenizer_file):
     folders = [write_corpus(tmp_path / name, 30, seed, vocabulary=256) for seed, name in enumerate("ab")]
-    recipe = named_recipe("gpt-stdlib")
     mixed = f"{folders[0]}=0.7,{folders[1]}=0.3"
-    for data, counts in ((folders[0], (1,)), (Path(mixed), (7, 3))):
-        train, validation, entropy = type(recipe)(data=data, seq_len=8).rows(ByteTokenizer())
+
+    def read(data, texts):
+        return language_rows(Path(data), texts, 8, packing=False, column="text", validation_rows=4)
+
+    for data, counts in ((folders[0], (1,)), (mixed, (7, 3))):
+        train, validation, entropy = read(data, ByteTokenizer())
         assert isinstance(train, Mixture)
         assert train.counts == validation.counts == counts
         assert 0 < entropy < np.log(256)
@@ -231,9 +234,9 @@ def test_recipes_read_corpora_mixed_by_weights(tmp_path, tokenizer_file):
         (f"{folders[0]}=0", "weight 0 of a mixture is not a positive number"),
     ):
         with pytest.raises(UserError, match=message):
-            type(recipe)(data=Path(data), seq_len=8).rows(ByteTokenizer())
+            read(data, ByteTokenizer())
     with pytest.raises(UserError, match="tokens of another tokenizer, bytes: leave out --tokenizer"):
-        type(recipe)(data=folders[0], seq_len=8).rows(FileTokenizer(tokenizer_file))
+        read(folders[0], FileTokenizer(tokenizer_file))
     with pytest.raises(UserError, match="which gpt-stdlib and llama-stdlib read"):
         type(named_recipe("bert-stdlib"))(data=folders[0]).rows(ByteTokenizer())
 

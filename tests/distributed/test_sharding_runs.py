@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from jaxtrain.recipes import RECIPES
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import preflight, run_training
 from jaxtrain.runner.checkpoint import saved_steps
+from jaxtrain.runner.training import build_training
+from jaxtrain.step import compiler_options
 from tests.distributed.test_sharding_step import run_with_devices
 
 RECIPE = dataclasses.replace(
@@ -100,6 +103,23 @@ def test_a_run_in_a_pipeline_equals_one_device_and_resumes_on_another_mesh(tmp_p
     assert facts["mesh"].endswith("43% of the time is the pipeline's bubble")
     run(tmp_path / "pipelined", resume=True, mesh="data=2,fsdp=2")
     assert_same_metrics(tmp_path / "pipelined", tmp_path / "alone")
+
+
+def test_the_compiler_options_of_a_run_on_several_gpus_are_printed(monkeypatch):
+    training = build_training(dataclasses.replace(RECIPE, mesh="fsdp=4"))
+    options = compiler_options(deterministic=False, platform="gpu", devices=4, pipelines_layers=False)
+    assert training.step.compiler_options is None  # on CPUs
+
+    def printed():
+        state, batch = training.shapes(), training.loader.peek()
+        return preflight.describe(training.task, state, batch, training.recipe, options).get("compiler options")
+
+    assert printed() is None
+    gpu = SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(preflight, "run_devices", lambda mesh: [gpu] * 4)
+    assert printed() == (
+        "xla_gpu_{enable_latency_hiding_scheduler=true, experimental_parallel_collective_overlap_limit=4}"
+    )
 
 
 def test_preflight_rejects_invalid_meshes():

@@ -29,7 +29,11 @@ PAIRS = [
     *("dcn=2,data=4", "dcn=2,fsdp=4", "dcn=2,sequence=4 accumulate=4", "dcn=2,tensor=4 accumulate=4"),
     *("data=2,fsdp=4", "data=2,sequence=4 accumulate=4", "data=4,tensor=2 accumulate=4"),
     *("fsdp=4,sequence=2 accumulate=4", "fsdp=2,tensor=4 reshard_after=window", "sequence=4,tensor=2 accumulate=4"),
-    *("dcn=2,data=4 accumulate=1", "dcn=4,fsdp=2 gradient_sums=sharded reshard_after=window"),
+    *(
+        "dcn=2,data=4 accumulate=1",
+        "data=2,fsdp=4 accumulate=1",
+        "dcn=4,fsdp=2 gradient_sums=sharded reshard_after=window",
+    ),
 ]
 """Every axis and every pair of axes on eight devices, as `on_every_mesh` takes them.
 

@@ -108,6 +108,8 @@ def gpt2_step(devices, mesh="", length=T, segments=False, **options):
     return step.jitted.lower(step.shapes(make), on(rows, batch))
 
 
+# In test_contract, the programs of scanned layers and one of unrolled ones.
+@pytest.mark.nightly
 @pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("dots", 1), ("full", 2)])
 def test_attention_runs_once_a_layer_unless_all_is_computed_again(gpus, remat, forwards):
     expected = {SOFTMAX: forwards * LAYERS, f"{SOFTMAX}Backward": LAYERS}
@@ -115,14 +117,17 @@ def test_attention_runs_once_a_layer_unless_all_is_computed_again(gpus, remat, f
     assert calls(gpt2_step(gpus(9), remat=remat)) == expected
 
 
-@pytest.mark.parametrize("mesh", ["data=2", "tensor=2", "sequence=2"])
+# In test_contract, data and tensor.
+@pytest.mark.parametrize(
+    "mesh", ["sequence=2", *(pytest.param(f"{axis}=2", marks=pytest.mark.nightly) for axis in ("data", "tensor"))]
+)
 def test_attention_is_fused_on_a_mesh(gpus, mesh):
     assert calls(gpt2_step(gpus(9, count=2), mesh)) == {SOFTMAX: LAYERS, f"{SOFTMAX}Backward": LAYERS}
 
 
 @pytest.mark.parametrize(
     "mesh",
-    ["fsdp=2", "sequence=2", *(pytest.param(f"{axis}=2", marks=pytest.mark.nightly) for axis in ("data", "tensor"))],
+    ["sequence=2", *(pytest.param(f"{axis}=2", marks=pytest.mark.nightly) for axis in ("data", "fsdp", "tensor"))],
 )
 def test_long_packed_rows_are_divided_over_a_mesh_without_a_mask(gpus, mesh):
     length = 1280

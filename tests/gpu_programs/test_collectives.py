@@ -53,7 +53,7 @@ def test_gathers_and_scatters_in_a_window_have_a_product_beside_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("accumulate", "size"), [(1, 2), (4, 4)])
+@pytest.mark.parametrize(("accumulate", "size"), [pytest.param(1, 2, marks=pytest.mark.nightly), (4, 4)])
 def test_gradients_are_added_within_a_node_before_a_part_of_each_leaves_it(accumulate, size):
     """In bfloat16, but for those of lookups; those of a window in float32."""
     compiled = program(Settings("gpt2", mesh="dcn=2,data=4", accumulate=accumulate))

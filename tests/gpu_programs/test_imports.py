@@ -73,9 +73,9 @@ def _resnet18(sizes):
     ("workload", "own_sizes", "module", "calls"),
     [
         ("gpt2-124m", {"depth": 2}, _gpt2, (2, 2)),
-        ("resnet18", {"side": 224, "rows": 64}, _resnet18, (0, 0)),
+        pytest.param("resnet18", {"side": 224, "rows": 64}, _resnet18, (0, 0), marks=pytest.mark.nightly),
         pytest.param("llama-160m", {"depth": 2}, _llama, (2, 2), marks=pytest.mark.nightly),
-        ("vit-s", {"depth": 2}, _vit, (2, 2)),
+        pytest.param("vit-s", {"depth": 2}, _vit, (2, 2), marks=pytest.mark.nightly),
     ],
 )
 def test_an_imported_module_moves_as_many_bytes_as_the_model_in_jax(workload, own_sizes, module, calls):

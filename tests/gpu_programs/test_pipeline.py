@@ -21,7 +21,7 @@ STAGES = 4
 
 
 def pipelined(micro_batches, chunks=1):
-    """Return the program of a GPT-2 with two layers per stage and chunk, and one row in a micro-batch of a device."""
+    """Return the program of a GPT-2 with two layers per stage and chunk, and four rows in a micro-batch of a device."""
     config = GPT2Config(VOCABULARY, LENGTH, n_embd=WIDTH, n_layer=2 * STAGES * chunks, n_head=HEADS)
     apply, params = functional(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))))
 
@@ -31,7 +31,7 @@ def pipelined(micro_batches, chunks=1):
 
     options = {"precision": "bf16", "accumulate": micro_batches, "clip_norm": 1.0, "pipeline_chunks": chunks}
     step = jaxtrain.train_step(loss_fn, adamw(1e-3), **options)
-    tokens = jax.ShapeDtypeStruct((2 * micro_batches, LENGTH), np.int32)
+    tokens = jax.ShapeDtypeStruct((2 * STAGES * micro_batches, LENGTH), np.int32)
     batch = {"tokens": tokens, "labels": tokens}
     return gpu_program(step, params, batch, mesh=f"pipeline={STAGES},data=2", rules=gpt2.SHARDING)
 
@@ -41,7 +41,7 @@ def assert_scheduled(compiled, micro_batches, chunks=1):
     assert compiled.host_waits == 0
     # Each stage sends the residual stream, float32, in every tick, and its gradient back.
     permuted = sum(t.sent for t in compiled.communication.traffic if t.kind == "collective-permute")
-    closed_form = 2 * (micro_batches * chunks + STAGES - 1) * LENGTH * WIDTH * 4
+    closed_form = 2 * (micro_batches * chunks + STAGES - 1) * STAGES * LENGTH * WIDTH * 4
     assert 1 <= permuted / closed_form <= 1.02
     return schedule
 
@@ -54,9 +54,13 @@ def test_the_bubble_is_that_of_the_closed_form():
     for product in compiled.products:
         flops[product.times] += product.flops * product.times
     # Two layers forward and backward in each tick, and either of them while the pipeline fills and drains; the head
-    # runs 16 times.
+    # runs 16 times, for a row per device.
     busy, idle = flops[2 * 16], flops[2 * (STAGES - 1)]
     assert flops.keys() == {2 * 16, 2 * (STAGES - 1), 16}
+    assert flops[16] == 16 * 6 * LENGTH * WIDTH * VOCABULARY
+    # The last stage sends its output to all stages, each of which returns a gradient.
+    sent = {t.kind: t.sent for t in compiled.communication.traffic if t.times in (16, 32) and "permute" not in t.kind}
+    assert sent["all-to-all"] == 16 * (STAGES - 1) * LENGTH * WIDTH * 4
     assert idle / (busy + idle) == pytest.approx(schedule.bubble, rel=0.05)
 
 

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -50,6 +50,7 @@ class GpuProgram:
       output_bytes: Bytes of the results.
       alias_bytes: Bytes of the results that are donated arguments.
       temporary_bytes: Bytes of everything else that is allocated while it runs.
+      compiler_options: XLA's options that its step gives to `jax.jit`.
     """
 
     target: GpuTarget
@@ -59,6 +60,7 @@ class GpuProgram:
     output_bytes: int
     alias_bytes: int
     temporary_bytes: int
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, compiled: Any, target: GpuTarget, mesh: Mapping[str, int] | None = None) -> "GpuProgram":
