@@ -260,7 +260,8 @@ def growths(costs: MeshCosts, mesh: Mapping[str, int], settings: Settings) -> It
 def row_axes(mesh: Mapping[str, int]) -> list[str]:
     """Return the axes that rows can grow along, the mesh's own first, and of others data and fsdp.
 
-    >>> row_axes({"dcn": 1, "data": 1, "fsdp": 8})
+    >>> from jaxtrain.distributed import parse_mesh
+    >>> row_axes(parse_mesh("fsdp=8"))
     ['fsdp', 'data']
     """
     possible = [axis for axis in ROWS if mesh[axis] > 1 or axis in (DATA, FSDP)]
