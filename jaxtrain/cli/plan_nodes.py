@@ -114,7 +114,7 @@ def plan_for_nodes(name: str, recipe: Recipe, nodes: Nodes, picture: Path | None
             json.dumps({**values, "plan_s": seconds, "command": command("train", name, run)}, indent=2) + "\n"
         )
         return 0
-    console.print("memory, and bytes sent over NVLink and over the network in a step, in GiB per GPU")
+    console.print("memory, and bytes sent in a step over NVLink and over the network (net), in GiB per GPU")
     console.print(_table(choice.costs, choice, costs.task.unit))
     for rejected in choice.rejected:
         console.print(f"{format_mesh(rejected.mesh)}: {rejected.why}", markup=False, soft_wrap=True)
@@ -181,7 +181,7 @@ def _as_json(name: str, target: GpuTarget, nodes: Nodes, choice: MeshChoice, fou
     }
 
 
-_HEADINGS = ("GPUs", "mesh", "rows", "memory", "NVLink", "network", "step", "waits", "MFU")
+_HEADINGS = ("GPUs", "mesh", "rows", "memory", "NVLink", "net", "step", "waits", "MFU")
 
 
 def _table(costs: Sequence[MeshCost], choice: MeshChoice, unit: str) -> Table:
@@ -189,6 +189,8 @@ def _table(costs: Sequence[MeshCost], choice: MeshChoice, unit: str) -> Table:
     for column in table.columns:
         column.no_wrap = column.header != "mesh"
         column.overflow = "fold"
+        if column.header == "mesh":  # no axis is broken
+            column.min_width = max((len(part) for x in costs for part in format_mesh(x.mesh).split(",")), default=0)
     table.padding, table.show_edge, table.pad_edge = (0, 1, 0, 0), False, False
     for cost in costs:
         own, fits = cost.mesh == choice.chosen.mesh, cost.peak_bytes <= choice.memory

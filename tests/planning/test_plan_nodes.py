@@ -7,13 +7,14 @@ import xml.etree.ElementTree
 
 import jax
 import pytest
+from rich.console import Console
 
-from jaxtrain.cli import main
+from jaxtrain.cli import main, plan_nodes
 from jaxtrain.cost import Communication, GpuProgram, find_target
 from jaxtrain.cost.communication import Traffic
 from jaxtrain.distributed.mesh import parse_mesh
 from jaxtrain.errors import UserError
-from jaxtrain.planning import mesh_costs
+from jaxtrain.planning import MeshChoice, mesh_costs
 from jaxtrain.planning.candidate import Candidate
 from jaxtrain.planning.closed_forms import ClosedForms, sent_bytes, whole_bytes
 from jaxtrain.recipes import RECIPES
@@ -162,6 +163,18 @@ def test_plan_nodes_prints_tables_and_verdicts(capsys):
     assert "data grows, rows of a GPU fixed (weak scaling)" in lines
     assert any(line.startswith("data pays up to data=") or "is where data stops paying" in line for line in lines)
     assert lines[-1] == "jaxtrain train digits-mlp --batch-size 128 --mesh data=8 --hidden 64"
+
+
+def test_no_axis_is_broken_over_lines():
+    amounts = {"peak_bytes": 1 << 33, "nvlink_bytes": 3e10, "network_bytes": 5e9, "units_per_s": 1e8, "mfu": 0.6}
+    seconds = {"compute_s": 0.8, "communication_s": 1.0, "exposed_s": 0.2, "compile_s": 1.0}
+    settings = {"rows": 1, "accumulate": 1, "remat": "full", "gradient_sums": "whole", "batch_size": 64}
+    meshes = [parse_mesh(spec) for spec in ("data=256,fsdp=64", "fsdp=16384")]
+    costs = [mesh_costs.MeshCost(mesh=x, program=x, **amounts, **seconds, **settings) for x in meshes]
+    console = Console(width=80)
+    with console.capture() as printed:
+        console.print(plan_nodes._table(costs, MeshChoice(1 << 34, costs[0], costs, []), "tokens"))
+    assert [word for word in printed.get().split() if "=" in word] == ["data=256", "fsdp=64", "fsdp=16384"]
 
 
 @pytest.mark.parametrize(
