@@ -171,7 +171,7 @@ def test_no_axis_is_broken_over_lines():
     settings = {"rows": 1, "accumulate": 1, "remat": "full", "gradient_sums": "whole", "batch_size": 64}
     meshes = [parse_mesh(spec) for spec in ("data=256,fsdp=64", "fsdp=16384")]
     costs = [mesh_costs.MeshCost(mesh=x, program=x, **amounts, **seconds, **settings) for x in meshes]
-    console = Console(width=80)
+    console = Console(width=76)
     with console.capture() as printed:
         console.print(plan_nodes._table(costs, MeshChoice(1 << 34, costs[0], costs, []), "tokens"))
     assert [word for word in printed.get().split() if "=" in word] == ["data=256", "fsdp=64", "fsdp=16384"]
