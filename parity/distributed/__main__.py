@@ -1,6 +1,7 @@
 """One process of `parity.distributed.processes.in_processes`: read a function from a file, write its result to
 another."""
 
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -10,3 +11,7 @@ if __name__ == "__main__":
     result = pickle.loads(request.read_bytes())()
     if result is not None:
         response.write_bytes(pickle.dumps(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of PyTorch's process groups may outlive them, and then abort a process that exits in the usual way.
+    os._exit(0)
