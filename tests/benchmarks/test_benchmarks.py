@@ -112,7 +112,7 @@ def test_a_window_equals_separate_micro_steps():
     np.testing.assert_allclose(micro_steps.losses, window.losses, rtol=1e-6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", sorted({*run.STEPS, *run.SAVES}))
 def test_runs_with_guards_and_saves_can_be_timed(feature, monkeypatch):
     small = {"n_layer": 1, "n_embd": 8, "n_head": 1, "seq_len": 8, "batch_size": 2, "log_every": 2}

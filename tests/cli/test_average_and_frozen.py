@@ -44,6 +44,7 @@ def validation_loss(folder, params):
     return float(((predicted - data["y"]) ** 2).mean())
 
 
+@pytest.mark.slow
 def test_evaluations_are_those_of_the_moving_average(trained, state, monkeypatch, capsys):
     last = json.loads((trained / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["eval_loss"] == pytest.approx(validation_loss(trained / "run", averaged(state).params), rel=1e-5)

@@ -119,7 +119,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_the_page_is_self_contained_and_shows_the_worst_examples(run):
     page = Page((run / "eval" / "step-4-validation.html").read_text())
     result = json.loads(run.with_suffix(".json").read_text())

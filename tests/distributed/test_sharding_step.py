@@ -215,6 +215,7 @@ def test_weights_with_the_size_of_a_batch_are_not_sharded_as_rows():
     assert [shape for shape in shapes if shape in ((WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))] == []
 
 
+@pytest.mark.slow
 def test_memory_of_the_state_decreases_with_the_number_of_devices(on_four):
     step, make = deep("fsdp=1")
     whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.shapes(make)))

@@ -127,7 +127,7 @@ T5S = {
 SCATTERED = np.random.default_rng(3).random(PROMPTS.shape) > 0.3
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [MASK, MASK[:, ::-1].copy(), SCATTERED], ids=["left", "right", "scattered"])
 @pytest.mark.parametrize("name", T5S)
 def test_greedy_answers_to_uneven_sources_equal_transformers_in_float32_and_float64(name, mask):
@@ -369,7 +369,7 @@ def by_full_passes(model, params, prompt, new_tokens, context):
 DRAWN = Sampling(temperature=1.0)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
 def test_a_stream_has_the_tokens_of_generate(name):
     model, _, params = made(DECODERS[name])

@@ -55,7 +55,7 @@ def loss_of(apply):
     return lambda params, *rng: cross_entropy(apply(params, TOKENS[:, :-1], *rng), TOKENS[:, 1:]).sum()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["none", "full", "names:hidden"])
 def test_merged_and_unmerged_adapters_give_the_same_loss_and_gradients(policy):
     adapters = some_adapters()

@@ -146,6 +146,7 @@ def located(case: Case) -> Divergence:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -67,6 +67,7 @@ def test_a_recipe_equals_its_pytorch_side(tmp_path):
     assert 0 < case["loss_rel"] + case["param_rel_max"] < 1e-12
 
 
+@pytest.mark.slow
 def test_a_wrong_factor_is_found(tmp_path):
     status, (case,) = run(tmp_path, "Regression", factor="1.001")
     assert status == 1

@@ -88,6 +88,7 @@ def test_runs_that_diverge_no_more_than_one_ulp_explains_pass_and_report_chaos(s
     assert verdict.loss_rel > 1e3 * LAST_BAR
 
 
+@pytest.mark.slow
 def test_a_stable_run_has_no_chaos_and_is_compared_up_to_its_last_step() -> None:
     found = check(wells(STABLE), steps=60).trajectory
     assert found is not None

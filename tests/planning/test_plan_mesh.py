@@ -302,6 +302,7 @@ def test_plan_mesh_reports_the_mesh_and_its_growth(capsys):
     assert found["command"] == "jaxtrain train digits-mlp --batch-size 16 --mesh data=2 --hidden 64"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("up_to_four_devices")
 def test_the_tables_are_printed_before_the_error_that_nothing_fits(capsys):
     status, out, err = run_command(capsys, f"plan {RECIPE} --mesh fsdp=2 --memory 10KiB")
