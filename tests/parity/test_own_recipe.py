@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from parity.cli import main
 
 FILE = """
