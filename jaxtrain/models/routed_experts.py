@@ -51,12 +51,7 @@ def routed_experts(experts: Experts, x: jax.Array, chosen: jax.Array, *params: j
 
 def find_routed_experts(eqn: JaxprEqn) -> Experts | None:
     """Return the experts of an equation of `routed_experts`; None for any other equation."""
-    name = eqn.params.get("name", "")
-    if not (isinstance(name, str) and name.startswith(_NAME) and jaxpr.is_call(eqn, name)):
-        return None
-    if name not in _MARKED:
-        raise RuntimeError("a program contains experts whose function no longer exists: keep a reference to it")
-    return _MARKED[name]
+    return jaxpr.marked_function(eqn, _NAME, _MARKED, "experts whose function")
 
 
 def compute_sorted(experts: Experts, x: jax.Array, chosen: jax.Array, *params: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.errors import UserError
-from jaxtrain.step.accumulate import nonzero_weight, sum_dtype
+from jaxtrain.step.accumulate import gradient_factor, nonzero_weight, sum_dtype
 from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.nonfinite import Nonfinite, first_nonfinite
 from jaxtrain.step.objective import Loss
@@ -302,8 +302,7 @@ class _Pipeline:
           of_stacks: The chunk of each stage, and the gradients of its layers; None for none.
           of_leaves: Gradients by the position of the variable.
         """
-        weight = state.results[0].weight[micro_batch]
-        factor = weight * jnp.asarray(self._k, weight.dtype)
+        factor = gradient_factor(state.results[0].weight[micro_batch], self._k)
         chunk, stacks = (None, []) if of_stacks is None else (of_stacks[0], widen(of_stacks[1]))
         leaves = {i: widen(x) for i, x in of_leaves.items()}
         all_finite = jnp.ones(self._stages.size, bool)

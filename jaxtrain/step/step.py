@@ -219,7 +219,7 @@ def micro_gradient(
     rng = micro_batch_key(state.rng, state.micro_step)
     scale = current_scale(state.loss_scale)
     groups = parts.loss.groups if in_loop or window is not None else None
-    join: Callable[[Any], Any] = lambda trained: merge(trained, frozen)  # noqa: E731
+    join: Callable[[Any], Any] = partial(merge, frozen=frozen)
     variables = trained
     if groups is not None and window is None:
         join, variables = partial(with_sums, state.params), zero_sums(trained, groups)

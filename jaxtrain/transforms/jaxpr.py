@@ -13,9 +13,9 @@ would name this file.
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -23,6 +23,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.transforms.jax_internals import source_info_util
+
+_Function = TypeVar("_Function")
 
 Run = Callable[[Jaxpr, Sequence[Any], Sequence[Any]], list[Any]]
 """Evaluates a jaxpr under the current rule: `run(jaxpr, consts, args)`."""
@@ -185,6 +187,26 @@ def _is_plain(option: Any) -> bool:
 def is_call(eqn: JaxprEqn, name: str) -> bool:
     """Return whether the equation calls a jitted function of that name."""
     return eqn.params.get("name") == name and eqn.primitive.name in ("jit", "pjit")
+
+
+def marked_function(eqn: JaxprEqn, prefix: str, functions: Mapping[str, _Function], what: str) -> _Function | None:
+    """Return the function that is registered for a jitted function whose name has a prefix; None for others.
+
+    Args:
+      eqn: The equation.
+      prefix: What the names of jitted functions of this kind begin with.
+      functions: The registered functions, by the name of the jitted one.
+      what: What a program contains whose function no longer exists.
+
+    Raises:
+      RuntimeError: The function no longer exists.
+    """
+    name = eqn.params.get("name", "")
+    if not (isinstance(name, str) and name.startswith(prefix) and is_call(eqn, name)):
+        return None
+    if name not in functions:
+        raise RuntimeError(f"a program contains {what} no longer exists: keep a reference to it")
+    return functions[name]
 
 
 def _cast(aval: Any, value: Any) -> Any:

@@ -373,12 +373,7 @@ def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
 
 def low_precision_operation(eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
     """Return the kernel of an equation marked by `low_precision`; None for any other equation."""
-    name = eqn.params.get("name", "")
-    if not (isinstance(name, str) and name.startswith(_LOW_OPERATION) and jaxpr.is_call(eqn, name)):
-        return None
-    if name not in _LOW_OPERATIONS:
-        raise RuntimeError("a program contains a low_precision operation that no longer exists: keep a reference to it")
-    return _LOW_OPERATIONS[name]
+    return jaxpr.marked_function(eqn, _LOW_OPERATION, _LOW_OPERATIONS, "a low_precision operation that")
 
 
 def _within_kernel() -> AbstractContextManager[None]:
