@@ -19,14 +19,15 @@ from jaxtrain.step import micro_batch_key, validated
 from jaxtrain.transforms import KERNEL, policy
 from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, is_call, transform, unroll_scan
 from parity import jax_side, torch_side
-from parity.bars import RATIO_BAR
+from parity.bars import FIRST_BAR, RATIO_BAR
 from parity.case import Case
 from parity.divergence import Divergence, Line
 from parity.fingerprint import Trace, counterparts
 from parity.jax_lines import line_of
-from parity.oracle.in_jax import in_float64
+from parity.oracle.in_jax import in_float64, program_in_float64
 from parity.randomness import CALLS
 from parity.record import Tensors
+from parity.settings import in_double
 from parity.source import source_line
 from parity.weights import with_tables
 
@@ -103,12 +104,24 @@ class _Computed(NamedTuple):
 
 def first_imprecise(found: Sequence[Activation]) -> Divergence | None:
     """Return the first module whose output is farther from float64 than `RATIO_BAR` allows; None if there is none."""
+    says = "output {ratio:.2g} times as far from float64 as PyTorch's"
+    return _first(found, lambda at: at.error_ratio > RATIO_BAR, says)
+
+
+def first_requantized(found: Sequence[Activation]) -> Divergence | None:
+    """Return the first module whose output is not as far from float64 as PyTorch's, but for rounding in float64: both
+    sides round it to 8 bits, each in its own way. None if there is none."""
+    says = "output rounded to 8 bits otherwise, {ratio:.2g} times as far from float64 as PyTorch's"
+    return _first(found, lambda at: not abs(at.our_error - at.their_error) <= FIRST_BAR, says)
+
+
+def _first(found: Sequence[Activation], is_wrong: Callable[[Activation], bool], says: str) -> Divergence | None:
     for before, at in zip([None, *found], found, strict=False):
-        if at.error_ratio > RATIO_BAR:
+        if is_wrong(at):
             return Divergence(
                 stage="forward",
                 step=1,
-                torch=f"{at.module}: output {at.error_ratio:.2g} times as far from float64 as PyTorch's",
+                torch=f"{at.module}: {says.format(ratio=at.error_ratio)}",
                 torch_source="",
                 jax_source=source_line(*at.at) if at.at else "",
                 last_match="its inputs" if before is None else before.module,
@@ -150,12 +163,13 @@ def _jax_values(
     case: Case, weights: Tensors, precision: str, accumulate: int, seed: int, wanted: Collection[int] | None = None
 ) -> tuple[list[np.ndarray], list[_Computed]]:
     """Floating values of the loss of the first micro-batch, all or those of the given indices, and their origins."""
-    with jax.enable_x64(precision == "fp64"), jax.numpy_dtype_promotion("standard"):
+    with jax.enable_x64(in_double(precision)), jax.numpy_dtype_promotion("standard"):
         params, model_state = jax_side.from_torch(case, weights)
         batch = {name: x[: case.rows // accumulate] for name, x in next(case.batches(seed, 1)).items()}
-        numerics, made = policy(precision), list[_Computed]()
+        numerics, made = policy(jax_side.policy_of(precision)), list[_Computed]()
         recorded = _recorded(validated(case.loss_fn), made, wanted)
         compute = in_float64(recorded) if precision == "fp64" else numerics.apply(recorded, state_argnums=(3,))
+        compute = program_in_float64(compute) if precision != "fp64" and in_double(precision) else compute
         values = jax.jit(compute)(
             numerics.cast_params(params),
             jax_side.arrays(batch, precision),

@@ -16,7 +16,7 @@ from parity.case import Case
 from parity.low_precision import TRAININGS
 from parity.record import Record, Snapshot, Tensors
 from parity.reference import Reference, live_reference
-from parity.settings import Settings, validate
+from parity.settings import Settings, in_double, validate
 
 FORMAT = 2
 INDEX = "bundle.json"
@@ -95,7 +95,7 @@ def open_bundle(folder: Path) -> Bundle:
 
 
 def _seeds(precision: str, settings: Settings) -> range:
-    return range(settings.seed, settings.seed + (1 if precision == "fp64" else TRAININGS))
+    return range(settings.seed, settings.seed + (1 if in_double(precision) else TRAININGS))
 
 
 def _write(folder: Path, name: str, reference: Reference) -> None:

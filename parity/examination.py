@@ -7,7 +7,7 @@ from parity.case import Case
 from parity.compare import Verdict, same_meaning, same_precision
 from parity.record import Record
 from parity.reference import Reference
-from parity.settings import Settings
+from parity.settings import Settings, in_double
 
 if TYPE_CHECKING:
     from parity.jax_side import Program
@@ -44,7 +44,7 @@ def program_of(case: Case, precision: str, settings: Settings) -> "Program":
 def train(case: Case, program: "Program", settings: Settings, reference: Reference) -> Examination:
     """Train in JAX and compare with PyTorch's side."""
     ours = program.run(case, reference.weights, steps=settings.steps, seed=settings.seed)
-    if program.precision == "fp64":
+    if in_double(program.precision):
         return judge(ours, reference)
     theirs, one_ulp, truth = reference.theirs, reference.one_ulp, reference.truth
     noise = reference.reordered or one_ulp

@@ -46,29 +46,29 @@ def compare(
         candidates, first = _compared(case, program, replace(settings, steps=1), None)
         if not first.verdict.passed:
             return candidates, first
-        report("fp64: the first loss, gradients and update are equal")
+        report(f"{program.precision}: the first loss, gradients and update are equal")
     return _compared(case, program, settings, coverage)
 
 
 def _compared(
     case: Case, program: "Program", settings: Settings, coverage: Coverage | None
 ) -> tuple[list[Case], Examination]:
-    examination = train(case, program, settings, live_reference(case, "fp64", settings, coverage))
+    examination = train(case, program, settings, live_reference(case, program.precision, settings, coverage))
     if not examination.verdict.passed:
-        examination = _beside_one_ulp(case, examination, settings)
+        examination = _beside_one_ulp(case, program.precision, examination, settings)
     if examination.verdict.passed:
         return [case], examination
     return _with_other_constants(case, program, examination, settings)
 
 
-def _beside_one_ulp(case: Case, examination: Examination, settings: Settings) -> Examination:
+def _beside_one_ulp(case: Case, precision: str, examination: Examination, settings: Settings) -> Examination:
     """Compare parameters that differ again, beside PyTorch's runs from weights one ulp off.
 
     An optimizer that divides a gradient by its own size makes visible steps of rounding noise.
     """
     if not all(fault.startswith("params") for fault in examination.verdict.faults):
         return examination
-    second = judge(examination.ours, live_reference(case, "fp64", settings, judged=0))
+    second = judge(examination.ours, live_reference(case, precision, settings, judged=0))
     note = "parameters whose gradient is rounding noise are as far apart as in PyTorch's runs from weights one ulp off"
     return replace(second, notes=(note,)) if second.verdict.passed else examination
 
@@ -87,12 +87,14 @@ def _with_other_constants(
     notes: tuple[str, ...] = ()
     if names:
         # JAX's run is the same: it computes its own constants.
-        second = judge(examination.ours, live_reference(exact, "fp64", settings))
+        second = judge(examination.ours, live_reference(exact, program.precision, settings))
         notes = (f"{_listed(names)} rounded to float32 in PyTorch; compared in float64",)
         examinations.append((exact, second))
         if second.verdict.passed:
             return [case, exact], replace(second, notes=notes)
     close = [(compared, e) for compared, e in examinations[::-1] if _rel_max(e.verdict) <= ROUNDING]
+    if program.precision != "fp64":  # quantization amplifies the rounding of constants
+        close = []
     nudged = _nudged_runs(case, program, examination.ours, settings) if close else []
     for compared, failed in close if nudged else []:
         verdict = same_meaning(failed.ours, failed.theirs, judged=settings.steps, nudged=nudged)

@@ -1,5 +1,6 @@
 """A training run through `jaxtrain.train_step`, recorded under PyTorch's names."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,11 +11,14 @@ import optax
 
 import jaxtrain
 from jaxtrain.step import TrainStep, current_scale
+from jaxtrain.transforms import Policy, policy
 from parity.case import Case
 from parity.oracle.compiled import jit
-from parity.oracle.in_jax import in_float64, rounding_errors
+from parity.oracle.in_jax import in_float64, program_in_float64, rounding_errors
+from parity.oracle.literal import written_number
 from parity.progress import report
 from parity.record import Record, Snapshot, Tensors
+from parity.settings import fp8_policy, in_double
 
 
 def run(
@@ -62,7 +66,7 @@ class Program:
         self._build = partial(
             jaxtrain.train_step,
             optimizer=optax.chain(record_gradients(), case.optimizer.jax),
-            precision=precision,
+            precision=policy_of(precision),
             accumulate=accumulate,
             clip_norm=case.clip_norm,
             remat=remat,
@@ -71,6 +75,9 @@ class Program:
         self._step = self._build(in_float64(case.loss_fn) if exact else case.loss_fn)
         self._exact = jit(self._exact_step, donate_argnums=0) if exact else None
         self._init = jit(self._step.init)
+        if in_double(precision) and not exact:
+            self._init = partial(_init_in_float64, self._init)
+            self._step.jitted = jit(program_in_float64(self._step.pure), donate_argnums=0)
 
     def run(self, case: Case, weights: Tensors, *, steps: int, seed: int, nudge: int | None = None) -> Record:
         """Train from PyTorch's weights.
@@ -91,7 +98,7 @@ class Program:
         assert case.loss_fn is self.case.loss_fn
         assert case.optimizer is self.case.optimizer
         # Strict promotion rejects a model's float32 constants in float64.
-        with jax.enable_x64(self.precision == "fp64"), jax.numpy_dtype_promotion("standard"):
+        with jax.enable_x64(in_double(self.precision)), jax.numpy_dtype_promotion("standard"):
             if self._exact is not None:
                 self._step.jitted = partial(self._exact, errors=rounding_errors(nudge), clip_norm=case.clip_norm)
             return self._run(case, weights, steps, seed)
@@ -121,6 +128,25 @@ class Program:
         last = observe(case, state)
         grads, after_first = first or last
         return Record(np.array(losses), grads, after_first, last[1], np.array(scales), np.array(norms))
+
+
+def policy_of(precision: str) -> str | Policy:
+    """Return the policy of a precision: an fp8 policy in float64 has no other low precision than fp8."""
+    name = fp8_policy(precision)
+    return replace(policy(name), compute_dtype=np.float32) if name and in_double(precision) else precision
+
+
+def _init_in_float64(init: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the initial state of a program in 32 bits in float64: its numbers as they were written."""
+    with jax.enable_x64(False):
+        state = init(*args, **kwargs)
+    return jax.tree.map(_exactly, state)
+
+
+def _exactly(x: jax.Array) -> jax.Array:
+    if x.dtype != np.float32:
+        return x
+    return jnp.float64(written_number(x.item())) if x.ndim == 0 else x.astype(np.float64)
 
 
 class _Fed(NamedTuple):
@@ -154,7 +180,7 @@ def from_torch(case: Case, weights: Tensors) -> tuple[Any, Any]:
 
 def arrays(tree: Any, precision: str) -> Any:
     """Return `tree` as JAX arrays: floating ones in float32, or float64 for fp64, others in int32."""
-    dtype = np.float64 if precision == "fp64" else np.float32
+    dtype = np.float64 if in_double(precision) else np.float32
     return jax.tree.map(lambda x: jnp.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else np.int32), tree)
 
 

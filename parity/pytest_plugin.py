@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from parity.settings import in_double
+
 PROPERTY = "parity"
 """User property that carries a test's results to the process that prints the table."""
 
@@ -107,6 +109,6 @@ def _lines(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _distance(row: dict[str, Any]) -> str:
-    if row["precision"] == "fp64":
+    if in_double(row["precision"]):
         return f"gradients {row['grad_rel_max'] or float('nan'):.1e} apart"
     return f"{row['error_ratio'] or float('nan'):.2f} × PyTorch's error"

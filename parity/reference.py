@@ -18,7 +18,7 @@ import numpy as np
 from parity.case import Case
 from parity.coverage import Coverage
 from parity.record import Record, Tensors
-from parity.settings import Settings
+from parity.settings import Settings, in_double
 from parity.trajectory import JUDGED, RUNS
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def live_reference(
     masks = dropout_masks(case, precision, accumulate=k, steps=steps, seed=seed)
     torch_run = partial(torch_side.run, case, accumulate=k, steps=steps, seed=seed, masks=masks)
     weights, long = torch_side.initial_weights(case, seed), steps > judged
-    if precision == "fp64":
+    if in_double(precision):
         theirs = torch_run(precision, watch=coverage)
         one_ulp = [torch_run(precision, variant=Variant(one_ulp=i)) for i in range(RUNS if long else 0)]
         return Reference(weights, theirs, [], one_ulp, truth=theirs)

@@ -15,7 +15,8 @@ from parity.low_precision import repeated
 from parity.placing import arises, place
 from parity.progress import Listener, report, reported_to
 from parity.reference import Reference, live_reference
-from parity.settings import Settings, validate
+from parity.quantized import examine_quantized
+from parity.settings import EXACT, FP8, Settings, in_double, validate
 
 if TYPE_CHECKING:
     from parity.jax_side import Program
@@ -33,7 +34,8 @@ def check(
 
     Args:
       case: The case.
-      precision: "fp64", "fp32", "bf16", "fp16", "bf16_compute" or "bf16_params".
+      precision: "fp64", "fp32", "bf16", "fp16", "bf16_compute", "bf16_params", "fp8", "fp8_row" or "fp8_block"; or
+        "fp64_fp8" and so on, which asks in float64 whether both sides quantize alike (`parity.settings.EXACT`).
       locate: Whether to explain a difference: the stage at fault, the first operation that differs, the convention that
         explains it. In fp64, a case whose gradient is always or never clipped is trained with another bound as well,
         and selections of which only one side was taken are listed.
@@ -82,7 +84,7 @@ def examine(case: Case, precision: str = "fp64", *, locate: bool = False, **sett
     validate(case, precision, given)
     report(f"{precision}: matching weights")
     case, notes = completed(case)
-    examination = (_examine_float64 if precision == "fp64" else _examine_low_precision)(case, precision, locate, given)
+    examination = _EXAMINE.get(precision, _examine_low_precision)(case, precision, locate, given)
     return replace(examination, notes=(*notes, *examination.notes))
 
 
@@ -95,7 +97,7 @@ def replay(case: Case, precision: str, reference: Callable[[Settings], Reference
 
         case = with_tables(case)
     program = program_of(case, precision, given)
-    if precision != "fp64":
+    if not in_double(precision):
         return repeated(case, program, given, reference)
     return train(case, program, given, reference(given))
 
@@ -177,3 +179,7 @@ def _placed_low(case: Case, precision: str, verdict: Verdict, settings: Settings
     setting = arises(settings, lambda plain: check(case, precision, **asdict(plain)).passed)
     reason = setting or "every module's first output is as precise as PyTorch's"
     return replace(verdict, unlocated=f"agrees in fp64, differs in {precision}: {reason}")
+
+
+_EXAMINE = {"fp64": _examine_float64, **{EXACT + name: examine_quantized for name in FP8}}
+"""How each precision is examined that is not a low one."""

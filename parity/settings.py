@@ -4,7 +4,34 @@ from dataclasses import dataclass
 
 from parity.case import Case
 
-PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "bf16_compute", "bf16_params")
+FP8 = ("fp8", "fp8_row", "fp8_block")
+EXACT = "fp64_"
+"""Prefix of a precision whose quantization to fp8 both sides compute in float64 like all the rest: only the rounding to
+fp8 itself remains, so that the two programs must be equal to the bars of fp64."""
+PRECISIONS = (
+    *("fp64", "fp32", "bf16", "fp16", "bf16_compute", "bf16_params"),
+    *FP8,
+    *(EXACT + name for name in FP8),
+)
+
+
+def fp8_policy(precision: str) -> str | None:
+    """Return the name of the fp8 policy of a precision; None if it has none.
+
+    >>> fp8_policy("fp64_fp8_row"), fp8_policy("fp8"), fp8_policy("fp64")
+    ('fp8_row', 'fp8', None)
+    """
+    name = precision.removeprefix(EXACT)
+    return name if name in FP8 else None
+
+
+def in_double(precision: str) -> bool:
+    """Return whether both sides compute in float64.
+
+    >>> in_double("fp64"), in_double("fp64_fp8"), in_double("fp8")
+    (True, True, False)
+    """
+    return precision == "fp64" or precision.startswith(EXACT)
 
 
 @dataclass(frozen=True)

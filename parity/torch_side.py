@@ -5,7 +5,7 @@ It always runs on the CPU, so that the reference is the same on every machine.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from jaxtrain.errors import UserError
+from parity import torch_fp8
 from parity.case import Case
 from parity.checkpoints import without_recomputation
 from parity.oracle.caches import clear_caches
@@ -22,9 +23,14 @@ from parity.oracle.in_torch import InFloat64
 from parity.progress import report
 from parity.randomness import GivenMasks, Masks, mask_lines, permute_masks
 from parity.record import Record, Snapshot, Step, Tensors
+from parity.settings import EXACT, FP8, fp8_policy, in_double
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-WHOLE = {"fp64": torch.float64, "bf16_params": torch.bfloat16}
+WHOLE = {
+    "fp64": torch.float64,
+    **{EXACT + name: torch.float64 for name in FP8},
+    "bf16_params": torch.bfloat16,
+}
 """Dtype that model and batch are converted to, as with `model.to(dtype)`."""
 COPY = {"bf16_compute": torch.bfloat16}
 """Dtype of the batch and of a copy of the model, which computes the gradients of the float32 parameters."""
@@ -114,17 +120,16 @@ def _run(
     variant: Variant,
     watch: Callable[[Step], None] | None,
 ) -> Record:
-    model = model.to(WHOLE.get(precision, torch.float32))
+    model = torch_fp8.converted(case, model.to(WHOLE.get(precision, torch.float32)), precision)
     copied = LowPrecisionCopy(model, COPY[precision]) if precision in COPY else None
     optimizer = case.optimizer.torch(model.named_parameters())
     if variant.one_ulp is not None:
         nudge = _one_ulp_off(model, variant.one_ulp)
         nudge()
-        if precision == "fp64":
+        if in_double(precision):
             optimizer.register_step_post_hook(nudge)
     scheduler = None if case.optimizer.scheduler is None else case.optimizer.scheduler(optimizer)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
-    autocast = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
     updates = Updates(case, model, optimizer)
     losses, norms, scales = [], [], [scaler.get_scale()]
 
@@ -136,9 +141,9 @@ def _run(
             copied.round_params()
         window_loss, weights = torch.zeros([]), set()
         for micro_batch, mask in window:
-            with InFloat64() if precision == "fp64" else nullcontext():
+            with _lifted(precision):
                 masked = nullcontext() if mask is None else GivenMasks(mask, partial(mask_lines, case))
-                with autocast, without_recomputation(), masked:
+                with _autocast(precision), without_recomputation(), masked:
                     total, weight = _checked(case.torch_loss(copied.model if copied else model, micro_batch))
                     loss = total / weight / accumulate
                 scaler.scale(loss).backward()
@@ -166,6 +171,22 @@ def _run(
     last = snapshot(case, model, optimizer)
     first = updates.first or last
     return Record(np.array(losses), updates.grads, first, last, np.array(scales), np.array(norms))
+
+
+def _autocast(precision: str) -> AbstractContextManager[Any]:
+    if precision in FP8:
+        return torch_fp8.autocast()
+    return torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
+
+
+def _lifted(precision: str) -> AbstractContextManager[Any]:
+    """Make everything compute in float64 where the precision says so."""
+    lifted = ExitStack()
+    if in_double(precision):
+        lifted.enter_context(InFloat64())
+        if fp8_policy(precision):
+            lifted.enter_context(torch_fp8.scales_in_float64())
+    return lifted
 
 
 def _checked(returned: Any) -> tuple[torch.Tensor, int]:

@@ -63,11 +63,26 @@ def in_float64(fn: Callable[..., Any], errors: jax.Array | None = None) -> Calla
     """
 
     def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
-        if errors is not None:
-            closed = _nudged(closed, errors)
-        return _run(closed.jaxpr, closed.consts, [*map(_integer_as_traced, closed.in_avals, leaves)])
+        return _evaluate(closed if errors is None else _nudged(closed, errors), leaves)
 
     return jaxpr.retrace(fn, evaluate, _traced)
+
+
+def program_in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` as `in_float64` does, traced in 32 bits: its program is the one that runs in 32 bits.
+
+    The roundings to formats of 8 bits that it contains stay, as a part of what it computes.
+
+    >>> with jax.enable_x64(True):
+    ...     y = program_in_float64(lambda x: x.astype(jnp.float8_e4m3fn).astype(x.dtype) * 0.1)(np.array([1.03]))
+    >>> y.tolist(), y.dtype.name
+    ([0.1], 'float64')
+    """
+    return jaxpr.retrace(fn, _evaluate, _traced_in_32_bits)
+
+
+def _evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
+    return _run(closed.jaxpr, closed.consts, [*map(_integer_as_traced, closed.in_avals, leaves)])
 
 
 def _traced(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +92,14 @@ def _traced(fn: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
         except TypeError:
-            narrow_args, narrow_kwargs = jax.tree.map(_narrow, (args, kwargs))
+            return _traced_in_32_bits(fn)(*args, **kwargs)
+
+    return trace
+
+
+def _traced_in_32_bits(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        narrow_args, narrow_kwargs = jax.tree.map(_narrow, (args, kwargs))
         with jax.enable_x64(False):
             return jax.make_jaxpr(fn, return_shape=True)(*narrow_args, **narrow_kwargs)
 
@@ -147,6 +169,9 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:
         return jaxpr.bind(eqn, args)  # random draws are made of bits and stay unchanged
     if name == "custom_vjp_call" and (eqn.params["symbolic_zeros"] or eqn.params["num_consts"]):
         _refuse(eqn, "its derivative is opaque: write it without symbolic zeros, with everything it reads as arguments")
+    if name == "cond" and eqn.params.get("branches_platforms") is not None:
+        body = eqn.params["branches"][_branch_here(eqn.params["branches_platforms"])]
+        return _run(body.jaxpr, body.consts, args[1:])
     if name in ("scan", "while", "cond"):
         # Rebuilt with the dtypes of their bodies' arguments, which must be converted first.
         return jaxpr.HIGHER_ORDER[name](_lifted(eqn), args, _as_it_is)
@@ -154,7 +179,25 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:
         return jaxpr.HIGHER_ORDER[name](eqn, args, _run)
     if name in DECLARED and any(_is_low(v.aval) for v in eqn.outvars):
         _refuse(eqn, "it returns the dtype that it declares: declare that of its arguments")
+    if name == "convert_element_type" and _is_8_bits(eqn.params["new_dtype"]):
+        # As PyTorch does, by way of float32.
+        return jaxpr.bind(eqn, [lax.convert_element_type(args[0], np.float32)])
+    if name == "dot_general":
+        args = [lax.convert_element_type(x, np.float64) if _is_8_bits(x.dtype) else x for x in args]
     return jaxpr.bind(_lifted(eqn), args)
+
+
+def _is_8_bits(dtype: Any) -> bool:
+    return dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+def _branch_here(platforms: Sequence[Sequence[str] | None]) -> int:
+    """Return the index of the branch for the default backend, on which the program runs.
+
+    The branches of a derivative return residuals of their own, whose shapes may depend on the dtype.
+    """
+    names = {"gpu": ("gpu", "cuda")}.get(jax.default_backend(), (jax.default_backend(),))
+    return next(i for i, of in enumerate(platforms) if of is None or set(names) & set(of))
 
 
 def _as_it_is(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -45,6 +45,10 @@ class InFloat64(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        float8 = next((kind for kind in types if kind.__module__.startswith("torchao.")), None)
+        if float8 is not None:
+            with InFloat64():  # the operations that one of a quantized tensor consists of
+                return float8.__torch_dispatch__(func, types, args, kwargs)
         _check_liftable(func, args, kwargs)
         if func is aten.view.dtype:
             return func(*args, **kwargs)

@@ -27,9 +27,9 @@ def written_number(x: float, dtype: Any = np.float32) -> float:
     It is a decimal of few digits or, for float32, a simple fraction, root, logarithm or multiple of π that rounds to
     `x`; `x` itself if there is none.
 
-    >>> numbers = (1e-6, 1 / 3, math.sqrt(1 / 24), math.sqrt(2 / math.pi), math.log(10000))
+    >>> numbers = (1e-6, 1 / 3, math.sqrt(1 / 24), math.sqrt(2 / math.pi), math.log(10000), math.log(0.999))
     >>> [written_number(float(np.float32(y))) == y for y in numbers]
-    [True, True, True, True, True]
+    [True, True, True, True, True, True]
     >>> written_number(0.7316888)
     0.7316888
     """
@@ -45,6 +45,8 @@ def _candidates(x: float, dtype: Any) -> Iterator[float]:
     digits = jnp.finfo(dtype).precision
     yield float(f"{x:.{min(digits, 4)}g}")
     if dtype == np.float32 and 1e-4 < abs(x) < 1e2:
+        if abs(x) < math.log(2):
+            yield math.copysign(math.log(float(f"{math.exp(-abs(x)):.4g}")), x)  # an optimizer's log β
         for simple, back in FORMS:
             number = simple(abs(x))
             fraction = Fraction(number).limit_denominator(1 + int(math.sqrt(SIMPLE / number)))

@@ -10,6 +10,7 @@ import numpy as np
 from parity.compare import relative
 from parity.divergence import Divergence, Line
 from parity.report.result import Result
+from parity.settings import EXACT, FP8, in_double
 from parity.source import import_path
 from parity.trajectory import Trajectory
 
@@ -82,7 +83,7 @@ def page_case(result: Result) -> PageCase:
     """Return the page's data of a check."""
     verdict, settings = result.verdict, result.settings
     ours, theirs, truth = result.examination.ours, result.examination.theirs, result.examination.truth
-    low = result.precision != "fp64"
+    low = not in_double(result.precision)
     return PageCase(
         name=result.case.name,
         precision=result.precision,
@@ -115,6 +116,8 @@ FLOORS = {
     "fp16": 2.0**-10,
     "bf16_compute": 2.0**-7,
     "bf16_params": 2.0**-7,
+    **dict.fromkeys(FP8, 2.0**-3),
+    **{EXACT + name: 2.0**-52 for name in FP8},
 }
 """The distance from 1 to the next number of each precision's matrix products."""
 
