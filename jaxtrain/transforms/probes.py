@@ -42,7 +42,7 @@ def repeated(probe: jax.Array, n: int) -> jax.Array:
 
     @jax.custom_vjp
     def copies(probe: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(probe, (n, *probe.shape))
+        return jnp.broadcast_to(probe, (n, *jnp.shape(probe)))
 
     copies.defvjp(lambda probe: (copies(probe), None), lambda _, observed: (observed.max(0),))
     return copies(probe)
