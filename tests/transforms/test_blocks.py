@@ -10,7 +10,7 @@ from jaxtrain.transforms import at_blocks, count_blocks
 
 
 def _model(x, ws):
-    """Compute 1 + 1 + 2·(1 + 2) + 1 = 9 blocks: plain, checkpointed, in nested scans, jitted; a cond's does not count."""
+    """Compute 1 + 1 + 2·(1 + 2) + 1 = 9 blocks: plain, checkpointed, in nested scans, jitted; none in a cond."""
     add = block(lambda x, w: x + w)
     x = add(x, ws[0])
     x = jax.checkpoint(lambda x: add(x, ws[1]))(x)
