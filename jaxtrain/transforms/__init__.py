@@ -1,6 +1,8 @@
 """Transforms of functions through their jaxprs: precision, rematerialization, unrolling, hooks; unaware of training."""
 
 from jaxtrain.transforms.bias import biased_products as biased_products
+from jaxtrain.transforms.blocks import at_blocks as at_blocks
+from jaxtrain.transforms.blocks import count_blocks as count_blocks
 from jaxtrain.transforms.casts import in_float32 as in_float32
 from jaxtrain.transforms.casts import widen as widen
 from jaxtrain.transforms.fp8 import Fp8
