@@ -24,7 +24,8 @@ from parity.case import Case
 from parity.divergence import Divergence, Line
 from parity.fingerprint import Trace, counterparts
 from parity.jax_lines import line_of
-from parity.oracle.in_jax import in_float64, program_in_float64
+from parity.oracle.in_jax import in_float64
+from parity.oracle.program import program_in_float64
 from parity.randomness import CALLS
 from parity.record import Tensors
 from parity.settings import in_double

@@ -14,8 +14,9 @@ from jaxtrain.step import TrainStep, current_scale
 from jaxtrain.transforms import Policy, policy
 from parity.case import Case
 from parity.oracle.compiled import jit
-from parity.oracle.in_jax import in_float64, program_in_float64, rounding_errors
+from parity.oracle.in_jax import in_float64, rounding_errors
 from parity.oracle.literal import written_number
+from parity.oracle.program import program_in_float64
 from parity.progress import report
 from parity.record import Record, Snapshot, Tensors
 from parity.settings import fp8_policy, in_double

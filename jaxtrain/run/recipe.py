@@ -47,7 +47,9 @@ class Recipe:
     """Peak learning rate."""
     accumulate: int = 1
     """Number of micro-batches per update, processed one after another to save memory."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_compute", "bf16_params"] = "fp32"
+    precision: Literal[
+        "fp32", "tf32", "bf16", "fp16", "bf16_compute", "bf16_params", "fp8", "fp8_row", "fp8_block"
+    ] = "fp32"
     """Dtype of matrix products and convolutions, and with bf16_compute and bf16_params of all activations; parameters
     are float32, except with bf16_params."""
     mesh: str | None = None

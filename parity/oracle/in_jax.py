@@ -34,6 +34,8 @@ ULPS = 2
 are the rounding of its angle."""
 ERRORS = 4099
 """Number of rounding errors that the constants of a program share; a prime, so that rows do not repeat them."""
+BITS = "bits_of_float32"
+"""Name of a jitted function that reads the bits of a number, which is rounded to float32 for it."""
 DECLARED = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call"})
 """Primitives whose results are computed outside of XLA in the dtype that they declare."""
 
@@ -62,26 +64,14 @@ def in_float64(fn: Callable[..., Any], errors: jax.Array | None = None) -> Calla
     ([0.1, 0.1], 'float64')
     """
 
-    def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
-        return _evaluate(closed if errors is None else _nudged(closed, errors), leaves)
+    def lifted(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
+        return evaluate(closed if errors is None else _nudged(closed, errors), leaves)
 
-    return jaxpr.retrace(fn, evaluate, _traced)
-
-
-def program_in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` as `in_float64` does, traced in 32 bits: its program is the one that runs in 32 bits.
-
-    The roundings to formats of 8 bits that it contains stay, as a part of what it computes.
-
-    >>> with jax.enable_x64(True):
-    ...     y = program_in_float64(lambda x: x.astype(jnp.float8_e4m3fn).astype(x.dtype) * 0.1)(np.array([1.03]))
-    >>> y.tolist(), y.dtype.name
-    ([0.1], 'float64')
-    """
-    return jaxpr.retrace(fn, _evaluate, _traced_in_32_bits)
+    return jaxpr.retrace(fn, lifted, _traced)
 
 
-def _evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
+def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
+    """Evaluate a program with all floating arithmetic in float64."""
     return _run(closed.jaxpr, closed.consts, [*map(_integer_as_traced, closed.in_avals, leaves)])
 
 
@@ -92,12 +82,14 @@ def _traced(fn: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
         except TypeError:
-            return _traced_in_32_bits(fn)(*args, **kwargs)
+            return traced_in_32_bits(fn)(*args, **kwargs)
 
     return trace
 
 
-def _traced_in_32_bits(fn: Callable[..., Any]) -> Callable[..., Any]:
+def traced_in_32_bits(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace `fn` as `jax.make_jaxpr` does outside of x64 mode, whatever the mode and the dtypes of the arguments."""
+
     def trace(*args: Any, **kwargs: Any) -> Any:
         narrow_args, narrow_kwargs = jax.tree.map(_narrow, (args, kwargs))
         with jax.enable_x64(False):
@@ -158,7 +150,7 @@ def _run(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:
     del run  # unlike `_run`, it leaves literal results unchanged
     name = eqn.primitive.name
-    if jaxpr.is_call(eqn, "_bernoulli"):
+    if jaxpr.is_call(eqn, "_bernoulli") or jaxpr.is_call(eqn, BITS):
         return jaxpr.bind_as_traced(eqn, args)  # drawn from the bits of this precision
     args = [_widened(v, x) for v, x in zip(eqn.invars, args, strict=True)]
     if name == "reduce_precision":
@@ -169,9 +161,6 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:
         return jaxpr.bind(eqn, args)  # random draws are made of bits and stay unchanged
     if name == "custom_vjp_call" and (eqn.params["symbolic_zeros"] or eqn.params["num_consts"]):
         _refuse(eqn, "its derivative is opaque: write it without symbolic zeros, with everything it reads as arguments")
-    if name == "cond" and eqn.params.get("branches_platforms") is not None:
-        body = eqn.params["branches"][_branch_here(eqn.params["branches_platforms"])]
-        return _run(body.jaxpr, body.consts, args[1:])
     if name in ("scan", "while", "cond"):
         # Rebuilt with the dtypes of their bodies' arguments, which must be converted first.
         return jaxpr.HIGHER_ORDER[name](_lifted(eqn), args, _as_it_is)
@@ -189,15 +178,6 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:
 
 def _is_8_bits(dtype: Any) -> bool:
     return dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
-
-
-def _branch_here(platforms: Sequence[Sequence[str] | None]) -> int:
-    """Return the index of the branch for the default backend, on which the program runs.
-
-    The branches of a derivative return residuals of their own, whose shapes may depend on the dtype.
-    """
-    names = {"gpu": ("gpu", "cuda")}.get(jax.default_backend(), (jax.default_backend(),))
-    return next(i for i, of in enumerate(platforms) if of is None or set(names) & set(of))
 
 
 def _as_it_is(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -1,0 +1,72 @@
+"""Compute a program of 32 bits in float64, except for its rounding to formats of 8 bits, which is a part of its meaning."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jaxtrain.transforms import fp8_kernels, jaxpr
+from jaxtrain.transforms.fp8_product import NAME as FP8_PRODUCT
+from jaxtrain.transforms.fp8_product import _evaluate as evaluate_fp8_product
+from jaxtrain.transforms.scaled_product import NAME as SCALED_PRODUCT
+from jaxtrain.transforms.scaled_product import _evaluate as evaluate_scaled_product
+from parity.oracle.in_jax import BITS, evaluate, traced_in_32_bits
+
+_WRITTEN_OUT = {FP8_PRODUCT: evaluate_fp8_product, SCALED_PRODUCT: evaluate_scaled_product}
+"""Primitives that are evaluated by the operations that they consist of."""
+
+
+def program_in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` with all floating arithmetic in float64, traced in 32 bits: it is the program that runs in 32 bits.
+
+    Unlike `in_float64`, it converts a whole training step with the policy that rewrites it. Numbers of 8 bits keep
+    their rounding. The arguments may be in float64; requires JAX's x64 mode.
+
+    >>> with jax.enable_x64(True):
+    ...     y = program_in_float64(lambda x: x.astype(jax.numpy.float8_e4m3fn).astype(x.dtype) * 0.1)(np.array([1.03]))
+    >>> y.tolist(), y.dtype.name
+    ([0.1], 'float64')
+    """
+    return jaxpr.retrace(fn, evaluate, lambda fn: traced_in_32_bits(_written_out(fn)))
+
+
+def _written_out(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def written_out(*args: Any) -> Any:
+        # Of a policy that computes in float32, whose constants are not rounded to bfloat16.
+        with mock.patch.object(fp8_kernels, "LOWER_FLOATS", {np.dtype(np.float32)}):
+            return jaxpr.transform(fn, _rule)(*args)
+
+    return written_out
+
+
+def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+    name = eqn.primitive.name
+    if name in _WRITTEN_OUT:
+        return [jaxpr.transform(_WRITTEN_OUT[name], _rule)(*args, **eqn.params)]
+    if name == "bitcast_convert_type" and eqn.invars[0].aval.dtype == np.float32:
+        return [_bits(args[0])]
+    if name == "cond" and eqn.params.get("branches_platforms") is not None:
+        # The residuals of one branch have shapes of their own, in place of those of the others.
+        body = eqn.params["branches"][_branch_here(eqn.params["branches_platforms"])]
+        return run(body.jaxpr, body.consts, args[1:])
+    return None
+
+
+def _branch_here(platforms: Sequence[Sequence[str] | None]) -> int:
+    """Return the index of the branch for the default backend, on which the program runs."""
+    backend = jax.default_backend()
+    names = {"cuda", "gpu"} if backend == "gpu" else {backend}
+    return next(i for i, of in enumerate(platforms) if of is None or names & {*of})
+
+
+def bits_of_float32(x: jax.Array) -> jax.Array:
+    """Return the bits of float32 numbers, uint32."""
+    return lax.bitcast_convert_type(x, np.uint32)
+
+
+_bits = jax.jit(bits_of_float32)
+assert bits_of_float32.__name__ == BITS
