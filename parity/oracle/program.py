@@ -1,6 +1,7 @@
 """Compute a program of 32 bits in float64, except for its rounding to formats of 8 bits, which is a part of its meaning."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -46,7 +47,7 @@ def _written_out(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
     name = eqn.primitive.name
     if name in _WRITTEN_OUT:
-        return [jaxpr.transform(_WRITTEN_OUT[name], _rule)(*args, **eqn.params)]
+        return [jaxpr.transform(partial(_WRITTEN_OUT[name], **eqn.params), _rule)(*args)]
     if name == "bitcast_convert_type" and eqn.invars[0].aval.dtype == np.float32:
         return [_bits(args[0])]
     if name == "cond" and eqn.params.get("branches_platforms") is not None:
