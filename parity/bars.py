@@ -20,3 +20,5 @@ in float32, in another order: by this alone JAX was over the bar in 19 of 455 ru
 RATIO_BAR = 2.0
 """Largest distance of a low-precision run from the float64 truth, in units of PyTorch's own distance. It is the factor
 that PyTorch's compiler tests allow a compiled model (`torch/_dynamo/utils.py`, `same`)."""
+FP8_RATIO_BAR = 1.5
+"""The same in fp8, whose rounding to 8 bits is the same on both sides and exceeds all other rounding."""

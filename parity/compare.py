@@ -89,8 +89,14 @@ def same_meaning(
     return replace(_verdict(ours, theirs, theirs, None, faults), trajectory=course)
 
 
-def same_precision(ours: Record, theirs: Sequence[Record], truth: Record, one_ulp: Sequence[Record] = ()) -> Verdict:
-    """Return the verdict on low-precision runs: JAX may be at most twice as far from the truth as PyTorch.
+def same_precision(
+    ours: Record,
+    theirs: Sequence[Record],
+    truth: Record,
+    one_ulp: Sequence[Record] = (),
+    bar: float = RATIO_BAR,
+) -> Verdict:
+    """Return the verdict on low-precision runs: JAX may be at most `bar` times as far from the truth as PyTorch.
 
     All runs must overflow at the same steps and change the loss scale alike. PyTorch's distance counts as no less than
     two units in the last place of float32 (`parity.bars.FEW_ULPS`).
@@ -102,6 +108,7 @@ def same_precision(ours: Record, theirs: Sequence[Record], truth: Record, one_ul
       truth: PyTorch's float64 run.
       one_ulp: PyTorch's runs from weights one ulp off, for the trajectory. Where they are as far from its plain run as
         that is from the truth, one of them may be twice as far by chance, and the ratio has no meaning.
+      bar: Largest ratio of the distances.
 
     Returns:
       The verdict.
@@ -110,9 +117,9 @@ def same_precision(ours: Record, theirs: Sequence[Record], truth: Record, one_ul
     noise = {what: max(floor, *(other[what] for other in errors)) for what, floor in _rounding(truth).items()}
     ratios = {what: _ratio(e, noise[what]) for what, e in _errors(ours, truth).items()}
     faults = [
-        f"{what}: {ratio:.3g} times as far from the float64 truth as PyTorch's, over {RATIO_BAR:g}"
+        f"{what}: {ratio:.3g} times as far from the float64 truth as PyTorch's, over {bar:g}"
         for what, ratio in ratios.items()
-        if ratio > RATIO_BAR
+        if ratio > bar
     ]
     for step in np.flatnonzero(ours.scales != theirs[0].scales)[:1]:
         faults.append(f"loss scale after step {step}: {ours.scales[step]:g}, PyTorch's {theirs[0].scales[step]:g}")

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from parity.bars import FP8_RATIO_BAR, RATIO_BAR
 from parity.case import Case
 from parity.compare import Verdict, same_meaning, same_precision
 from parity.record import Record
 from parity.reference import Reference
-from parity.settings import Settings, in_double
+from parity.settings import Settings, fp8_policy, in_double
 
 if TYPE_CHECKING:
     from parity.jax_side import Program
@@ -48,7 +49,8 @@ def train(case: Case, program: "Program", settings: Settings, reference: Referen
         return judge(ours, reference)
     theirs, one_ulp, truth = reference.theirs, reference.one_ulp, reference.truth
     noise = reference.reordered or one_ulp
-    return Examination(same_precision(ours, [theirs, *noise], truth, one_ulp), ours, theirs, truth)
+    bar = FP8_RATIO_BAR if fp8_policy(program.precision) else RATIO_BAR
+    return Examination(same_precision(ours, [theirs, *noise], truth, one_ulp, bar), ours, theirs, truth)
 
 
 def judge(ours: Record, reference: Reference) -> Examination:

@@ -14,6 +14,7 @@ from parity.case import Case
 from parity.compare import Verdict
 from parity.locate import locate
 from parity.run import check
+from parity.settings import EXACT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,7 +126,7 @@ def _outcome(mutant: "Mutant", clean_verdicts: _CleanVerdicts, located: bool) ->
             case = mutant.case()
             verdict = check(case, **settings)
             if located and mutant.stage and not verdict.passed:
-                found = locate(case) or locate(case, steps=settings["steps"])
+                found = _located(case, settings)
                 place = mutant.located_by(found)
     where = "" if found is None else f"{found.stage} {found.torch} | {found.jax_source}"
     return Outcome(
@@ -139,6 +140,12 @@ def _outcome(mutant: "Mutant", clean_verdicts: _CleanVerdicts, located: bool) ->
         verdict.grad_rel_max,
         "; ".join(clean.faults) or where,
     )
+
+
+def _located(case: Case, settings: dict[str, Any]) -> Any:
+    if settings.get("precision", "").startswith(EXACT):
+        return check(case, locate=True, **settings).first_divergence
+    return locate(case) or locate(case, steps=settings["steps"])
 
 
 def clean_runs(n: int, seed: int = 0) -> list[Verdict]:

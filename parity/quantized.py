@@ -54,10 +54,7 @@ def _first(case: Case, precision: str, examination: Examination, settings: Setti
 
 def _first_step(ours: Record, theirs: Record) -> int:
     """Return the first step whose loss or gradient norm differs; 1 if none does."""
-    apart = [
-        np.abs(a - b) / np.abs(b)
-        for a, b in ((ours.losses, theirs.losses), (ours.grad_norms, theirs.grad_norms))
-    ]
+    apart = [np.abs(a - b) / np.abs(b) for a, b in ((ours.losses, theirs.losses), (ours.grad_norms, theirs.grad_norms))]
     differs = np.flatnonzero(~(np.max(apart, axis=0) <= FIRST_BAR))  # or NaN
     return 1 if not differs.size or _apart(relative(ours.grads, theirs.grads)) else int(differs[0]) + 1
 

@@ -14,8 +14,8 @@ from parity.float64 import compare
 from parity.low_precision import repeated
 from parity.placing import arises, place
 from parity.progress import Listener, report, reported_to
-from parity.reference import Reference, live_reference
 from parity.quantized import examine_quantized
+from parity.reference import Reference, live_reference
 from parity.settings import EXACT, FP8, Settings, in_double, validate
 
 if TYPE_CHECKING:

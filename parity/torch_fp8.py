@@ -1,7 +1,7 @@
 """fp8 training in PyTorch: the reference of the policies "fp8", "fp8_row" and "fp8_block".
 
-"fp8" and "fp8_row" are torchao's recipes "tensorwise" and "rowwise", applied by `convert_to_float8_training` as its users
-do. A `Conv1D` of transformers, which torchao does not convert, calls the function that torchao's linear layer calls.
+"fp8" and "fp8_row" are torchao's recipes "tensorwise" and "rowwise", applied by `convert_to_float8_training`, as by its
+users. A `Conv1D` of transformers, which torchao does not convert, calls the function that torchao's linear layer calls.
 "fp8_block" has formulas of its own, because torchao's need a GPU; they are those of DeepSeek-V3 and of torchao.
 """
 

@@ -163,7 +163,7 @@ def test_every_tensor_has_a_counterpart_of_its_shape() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"precision": "fp8"}, "unknown precision 'fp8': choose one of fp64, fp32, bf16, fp16"),
+        ({"precision": "int8"}, "unknown precision 'int8': choose one of fp64, fp32, bf16, fp16"),
         ({"accumulate": 3}, "the 8 rows of small are not divisible by accumulate 3: use one of 1, 2, 4, 8"),
         ({"accumulate": 0}, "not divisible by accumulate 0: use one of 1, 2, 4, 8"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
