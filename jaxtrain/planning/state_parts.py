@@ -58,6 +58,7 @@ def state_parts(state: TrainState, frozen: Frozen) -> list[StatePart]:
         "optimizer state": state.opt_state,
         "moving average": state.ema,
         "model state": state.model_state,
+        "scales of 8-bit products": state.scales,
         "gradients of the window": state.window,
     }
     return [

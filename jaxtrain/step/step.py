@@ -106,8 +106,7 @@ class StepParts(NamedTuple):
 
     def scales(self, state: TrainState) -> Probes:
         """Return the scales that the passes of a state read; no leaves if they observe nothing."""
-        del state
-        return NO_PROBES
+        return Probes(products=None if state.scales is None else state.scales.scale)
 
     def _with_loss(self, loss: LossProgram) -> "StepParts":
         return self._replace(loss=loss, compute_loss=loss.compute())
@@ -156,6 +155,7 @@ def init_state(
         rng=jax.random.key(seed),
         window=None,
         ema=None if parts.ema is None else jax.tree.map(jnp.copy, trained),
+        scales=policy.init_scales(params),
     )
     return state._replace(window=empty_window(parts, state)) if streaming else state
 
@@ -171,12 +171,24 @@ def require_fitting(parts: StepParts, state: Any, batch: Any = None) -> None:
             f"the state has {has}, but this step expects {expects}: create it with this step's init(params), "
             "or give both steps the same precision and loss_scale"
         )
+    _require_scales(parts, state)
     if (state.ema is None) != (parts.ema is None):
         has = "no moving average" if state.ema is None else "a moving average"
         raise UserError(
             f"the state has {has} of the parameters, but this step has ema={parts.ema}: create it with this step's "
             f"init(params), or use state._replace(ema={'state.params' if state.ema is None else None})"
         )
+
+
+def _require_scales(parts: StepParts, state: TrainState) -> None:
+    expected = jax.eval_shape(parts.loss.policy.init_scales, state.params)
+    if jax.tree.map(jnp.shape, expected) != jax.tree.map(jnp.shape, state.scales):
+        has = "no scales" if state.scales is None else "other scales"
+        remedy = "create it with this step's init(params)"
+        if expected is None:
+            has, remedy = "scales", f"{remedy}, or use state._replace(scales=None)"
+        expects = "none" if expected is None else "those of delayed scaling"
+        raise UserError(f"the state has {has} of products in 8 bits, but this step expects {expects}: {remedy}")
 
 
 def _loss_scale_name(loss_scale: Any) -> str:
@@ -365,6 +377,7 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
         opt_state=opt_state,
         loss_scale=loss_scale,
         ema=ema,
+        scales=parts.loss.policy.next_scales(state.scales, gradient.observed.products),
     )
     return new, update_metrics(state, new, grad_norm=grad_norm, skip=skip, lr=lr, nonfinite=nonfinite)
 
