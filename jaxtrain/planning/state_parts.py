@@ -57,6 +57,7 @@ def state_parts(state: TrainState, frozen: Frozen) -> list[StatePart]:
         "trained parameters": trained,
         "optimizer state": state.opt_state,
         "moving average": state.ema,
+        "compensation of the parameters": state.compensation,
         "model state": state.model_state,
         "gradients of the window": state.window,
     }

@@ -30,6 +30,12 @@ class Policy:
       matmul_precision: As for `jax.default_matmul_precision`; "highest" is PyTorch's default for float32 products on
         GPUs.
       loss_scaling: Whether `train_step` scales the loss by default.
+      param_rounding: How `train_step` rounds updated bfloat16 parameters: to "nearest"; "stochastic", up or down with
+        the probabilities by which the expectation is exact; or "kahan", to nearest with what was lost added to the next
+        update.
+
+    Raises:
+      UserError: `param_rounding` is unknown, or is not "nearest" for parameters that are not bfloat16.
 
     Example:
       >>> x = jnp.ones((2, 2))
@@ -44,6 +50,20 @@ class Policy:
     cast_inputs: bool = False
     matmul_precision: str = "highest"
     loss_scaling: bool = False
+    param_rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        """Check that the rounding fits the parameters."""
+        if self.param_rounding not in ("nearest", "stochastic", "kahan"):
+            raise UserError(
+                f"param_rounding must be 'nearest', 'stochastic' or 'kahan', got {self.param_rounding!r}: use 'nearest'"
+            )
+        dtype = jnp.dtype(self.param_dtype)
+        if self.param_rounding != "nearest" and dtype != jnp.bfloat16:
+            raise UserError(
+                f"param_rounding {self.param_rounding!r} is for bfloat16 parameters, got param_dtype {dtype.name}: "
+                f"use precision 'bf16_params_{self.param_rounding}', or param_rounding 'nearest'"
+            )
 
     def cast_params(self, params: Any, *, copy: bool = True) -> Any:
         """Copy parameters or model state, converting floating-point leaves to `param_dtype`.
@@ -117,9 +137,11 @@ POLICIES = {
     "fp16": Policy(np.float32, np.float16, loss_scaling=True),
     "bf16_compute": Policy(np.float32, jnp.bfloat16, cast_inputs=True),
     "bf16_params": Policy(jnp.bfloat16),
+    "bf16_params_stochastic": Policy(jnp.bfloat16, param_rounding="stochastic"),
+    "bf16_params_kahan": Policy(jnp.bfloat16, param_rounding="kahan"),
 }
-"""Policies by name. "bf16_params" has no float32 parameters, as `model.bfloat16()`; the others have master parameters,
-which "bf16_compute" converts to bfloat16 for the computation."""
+"""Policies by name. Those that begin with "bf16_params" have no float32 parameters, as `model.bfloat16()`; the others
+have master parameters, which "bf16_compute" converts to bfloat16 for the computation."""
 
 
 def policy(precision: str | Policy) -> Policy:
