@@ -7,7 +7,7 @@ they are the same on every mesh. Only maxima of short runs of elements are ever 
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,8 @@ class Blockwise(NamedTuple):
       absmax: float32 [⌈size / 256⌉], the largest magnitude of every block.
     """
 
-    codes: jax.Array
-    absmax: jax.Array
+    codes: Any
+    absmax: Any
 
 
 def block_zeros(shape: Sequence[int]) -> Blockwise:

@@ -86,17 +86,22 @@ class DynamicMap:
         highest = 128 if self.signed else 256
         bound = jnp.clip(bound, finest, highest)
         if not self.signed:
-            last = jnp.asarray(_last_below(self.values)).at[bound - 2].get(mode="promise_in_bounds")
-            return (bound - 2 + (x > last).astype(np.int32)).astype(np.uint8)
+            return (bound - 2 + _is_above(x, _last_below(self.values), bound - 2)).astype(np.uint8)
         negative = x < 0
-        last = jnp.asarray(_signed_last_below(self.values)).at[bound - 1 + 128 * negative.astype(np.int32)]
-        magnitude = bound - 1 + (size > last.get(mode="promise_in_bounds")).astype(np.int32)
+        magnitude = (
+            bound - 1 + _is_above(size, _signed_last_below(self.values), bound - 1 + jnp.where(negative, 128, 0))
+        )
         # There is no −1.
         return (127 + jnp.where(negative, -jnp.minimum(magnitude, 127), magnitude)).astype(np.uint8)
 
 
 SIGNED = DynamicMap(signed=True)
 UNSIGNED = DynamicMap(signed=False)
+
+
+def _is_above(x: jax.Array, bounds: np.ndarray, i: jax.Array) -> jax.Array:
+    """Return whether x > bounds[i], int32."""
+    return (x > jnp.asarray(bounds).at[i].get(mode="promise_in_bounds")).astype(np.int32)
 
 
 def _linspace(n: int) -> np.ndarray:

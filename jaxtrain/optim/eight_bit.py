@@ -182,7 +182,7 @@ def _with_8bit(
     def init(params: Any) -> Any:
         _check_orders(orders, params)
         moments = {field: jax.tree_util.tree_map_with_path(zeros, params) for field in maps}
-        return inner.init({})._replace(**moments)  # type: ignore[attr-defined]
+        return inner.init({})._replace(**moments)
 
     def each(fn: Callable[..., Any], stored: Any, *trees: Any) -> Any:
         """Apply fn(order, moment, leaves…) to the moments in 8 bits; the others are the leaves of the last tree."""
