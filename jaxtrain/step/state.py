@@ -25,6 +25,7 @@ class TrainState(NamedTuple):
       rng: Key from which every micro-batch's key is folded.
       window: Accumulation window of a run that streams its micro-batches, else None.
       ema: Moving average of the trained parameters, with None for the others, or None; `averaged(state)` evaluates it.
+      scales: Scales of the precision policy with their history, or None for a policy that remembers nothing.
       compensation: bfloat16, what rounding has added too much to the trained parameters, with None for the others; None
         unless the policy's `param_rounding` is "kahan".
     """
@@ -38,7 +39,8 @@ class TrainState(NamedTuple):
     rng: jax.Array
     window: Window | None
     ema: Any
-    compensation: Any
+    scales: Any = None
+    compensation: Any = None
 
 
 def micro_batch_key(rng: jax.Array, micro_step: int | jax.Array) -> jax.Array:

@@ -39,7 +39,9 @@ from jaxtrain.step.mistakes import describe, same_structure
 from jaxtrain.step.nonfinite import Nonfinite, locate_nonfinite
 from jaxtrain.step.objective import Compute, Loss
 from jaxtrain.step.partial_sums import add_last, divides_rows, with_sums, with_totals, zero_sums, zero_totals
+from jaxtrain.step.per_layer_scale import block_values, scales_of_blocks
 from jaxtrain.step.pipeline import Divided, pipelined_window
+from jaxtrain.step.probes import NO_PROBES, Probes, observed_together, zero_probes
 from jaxtrain.step.rounding import apply_updates, init_compensation
 from jaxtrain.step.state import (
     TrainState,
@@ -111,6 +113,10 @@ class StepParts(NamedTuple):
         """Return the parts of the same step compiled for a platform."""
         return self._with_loss(self.loss._replace(platform=platform))
 
+    def scales(self, state: TrainState) -> Probes:
+        """Return the scales that the passes of a state read; no leaves if they observe nothing."""
+        return NO_PROBES._replace(blocks=block_values(state.loss_scale))
+
     def _with_loss(self, loss: LossProgram) -> "StepParts":
         return self._replace(loss=loss, compute_loss=loss.compute())
 
@@ -124,6 +130,7 @@ class Gradient(NamedTuple):
       metrics: The loss_fn's metrics, summed like the loss.
       model_state: Model state after the forward pass.
       nonfinite: Location of the first inf or NaN; None if it has not been looked for.
+      observed: What the passes have observed, the maximum over micro-batches.
     """
 
     grads: Any
@@ -131,6 +138,7 @@ class Gradient(NamedTuple):
     metrics: dict[str, Loss]
     model_state: Any
     nonfinite: Nonfinite | None = None
+    observed: Probes = NO_PROBES
 
 
 def init_state(
@@ -145,7 +153,7 @@ def init_state(
     trained, frozen = policy.cast_params(trained, copy=copy), policy.cast_frozen(frozen, copy=copy)
     params = merge(trained, frozen)
     zero = jnp.zeros([], np.int32)
-    return TrainState(
+    state = TrainState(
         step=zero,
         micro_step=jnp.copy(zero),
         params=params,
@@ -154,10 +162,11 @@ def init_state(
         opt_state=jax.tree.map(jnp.copy, parts.optimizer.init(trained)),
         loss_scale=parts.scaler.init(trained),
         rng=jax.random.key(seed),
-        window=empty_window(parts, params) if streaming else None,
+        window=None,
         ema=None if parts.ema is None else jax.tree.map(jnp.copy, trained),
         compensation=init_compensation(policy.param_rounding, trained),
     )
+    return state._replace(window=empty_window(parts, state)) if streaming else state
 
 
 def require_fitting(parts: StepParts, state: Any, batch: Any = None) -> None:
@@ -230,7 +239,12 @@ def micro_gradient(
       window: The window so far, if this is its last micro-batch, with which its gradients are added over groups: the
         gradient then is of `zero_totals`.
     """
-    compute_loss = parts.compute_loss if copies is None else parts.loss.compute(copies)
+    scales = parts.scales(state)
+
+    def compute_with(probes: Probes) -> Compute:
+        has_none = copies is None and not jax.tree.leaves(probes)
+        return parts.compute_loss if has_none else parts.loss.compute(copies, scales, probes)
+
     trained, frozen = partition(state.params, parts.frozen)
     rng = micro_batch_key(state.rng, state.micro_step)
     scale = current_scale(state.loss_scale)
@@ -241,13 +255,14 @@ def micro_gradient(
         join, variables = partial(with_sums, state.params), zero_sums(trained, groups)
     elif groups is not None and window is not None:
         # Of another forward pass, of which the compiler leaves only what computes the weight, usually from the batch.
-        weight = compute_loss(state.params, micro_batch, rng, state.model_state)[0].weight
+        weight = compute_with(zero_probes(scales))(state.params, micro_batch, rng, state.model_state)[0].weight
         join = partial(with_totals, state.params, window=window, factor=gradient_factor(weight, k), groups=groups)
         variables = zero_totals(window, groups)
 
-    def scaled_loss(variables: Any) -> tuple[jax.Array, Any]:
+    def scaled_loss(variables_and_probes: tuple[Any, Probes]) -> tuple[jax.Array, Any]:
+        variables, probes = variables_and_probes
         params = join(variables)
-        loss, metrics, model_state = compute_loss(params, micro_batch, rng, state.model_state)
+        loss, metrics, model_state = compute_with(probes)(params, micro_batch, rng, state.model_state)
         # The mean over k, as PyTorch's loops divide it, so that fp16 overflows and underflows at the same scales.
         mean = loss.total / (nonzero_weight(loss.weight) * jnp.asarray(k, loss.weight.dtype))
         return mean * jnp.asarray(scale, mean.dtype), (loss, metrics, model_state)
@@ -257,8 +272,8 @@ def micro_gradient(
         differentiate = loop_convolutions(differentiate, parts.loss.platform)
     if not parts.loss.is_on_mesh:  # there the compiler pipelines only loops that are written as JAX writes them
         differentiate = unfilled_stacks(differentiate, parts.loss.platform)
-    grads, (loss, metrics, model_state) = differentiate(variables)
-    return Gradient(widen(grads), loss, metrics, model_state)
+    (grads, observed), (loss, metrics, model_state) = differentiate((variables, zero_probes(scales)))
+    return Gradient(widen(grads), loss, metrics, model_state, observed=observed)
 
 
 def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: int) -> Gradient:
@@ -274,15 +289,19 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
         (window, model_state), (i, micro_batch) = carry, i_and_micro_batch
         at_i = state._replace(micro_step=state.micro_step + i, model_state=model_state)
         gradient = micro_gradient(parts, at_i, micro_batch, k, in_loop=True, copies=copies)
-        return (add_micro_batch(window, gradient.grads, gradient.loss, k), gradient.model_state), gradient.metrics
+        window = add_micro_batch(window, gradient.grads, gradient.loss, k, gradient.observed)
+        return (window, gradient.model_state), gradient.metrics
 
     numbered = (jnp.arange(k, dtype=np.int32), micro_batches)
     trained, _ = partition(state.params, parts.frozen)
     groups = parts.loss.groups
-    window = open_window(trained if groups is None else zero_sums(trained, groups))
+    start_scales = parts.scales(state)
+    window = open_window(trained if groups is None else zero_sums(trained, groups), zero_probes(start_scales))
     pipelines_layers = parts.loss.is_on_mesh and parts.loss.platform == "gpu" and k <= LONGEST
     start = window, state.model_state
-    if pipelines_layers and groups is not None and groups.scatters:
+    # In a block with a scale of its own, the backward pass cannot add the sums of earlier micro-batches.
+    scales_blocks = start_scales.blocks is not None
+    if pipelines_layers and groups is not None and groups.scatters and not scales_blocks:
         (window, model_state), metrics = scan_window(add, start, numbered, k - 1, pipelines_layers=True)
         at_last = state._replace(micro_step=state.micro_step + (k - 1), model_state=model_state)
         micro_batch = jax.tree.map(lambda x: x[k - 1], micro_batches)
@@ -291,11 +310,13 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
         last = micro_gradient(parts, at_last, micro_batch, k, copies=copies, window=window)
         grads, loss, nonfinite = add_last(window, last.grads, last.loss)
         metrics = jax.tree.map(lambda x, y: x.sum(0) + y, metrics, last.metrics)
-        return Gradient(grads, loss, metrics, last.model_state, nonfinite)
+        observed = observed_together(window.observed, last.observed)
+        return Gradient(grads, loss, metrics, last.model_state, nonfinite, observed)
     (window, model_state), metrics = scan_window(add, start, numbered, k, pipelines_layers=pipelines_layers)
     metrics = jax.tree.map(lambda x: x.sum(0), metrics)
     grads = mean_gradient(window)
-    return Gradient(grads if groups is None else groups.add(grads), window.loss, metrics, model_state, window.nonfinite)
+    grads = grads if groups is None else groups.add(grads)
+    return Gradient(grads, window.loss, metrics, model_state, window.nonfinite, window.observed)
 
 
 def _pipelined_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: int, stages: Stages) -> Gradient:
@@ -335,7 +356,8 @@ def update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tra
 
 
 def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[TrainState, Metrics]:
-    grads, loss_scale = parts.scaler.update(gradient.grads, state.loss_scale)  # unscales, checks and rescales
+    of_blocks = {} if gradient.observed.blocks is None else {"observed": gradient.observed.blocks}
+    grads, loss_scale = parts.scaler.update(gradient.grads, state.loss_scale, **of_blocks)  # unscales, checks, rescales
     skip = found_inf(loss_scale)
     nonfinite = gradient.nonfinite
     if nonfinite is None:
@@ -370,10 +392,10 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
     return new, update_metrics(state, new, grad_norm=grad_norm, skip=skip, lr=lr, nonfinite=nonfinite)
 
 
-def empty_window(parts: StepParts, params: Any) -> Window:
+def empty_window(parts: StepParts, state: TrainState) -> Window:
     """Return a window without micro-batches."""
-    trained, _ = partition(params, parts.frozen)
-    return open_window(trained)
+    trained, _ = partition(state.params, parts.frozen)
+    return open_window(trained, zero_probes(parts.scales(state)))
 
 
 def update_metrics(
@@ -386,10 +408,12 @@ def update_metrics(
     nonfinite: Nonfinite,
 ) -> Metrics:
     """Return the metrics of one update, from the states before and after it."""
+    of_blocks = scales_of_blocks(old.loss_scale)
     return {
         **({} if lr is None else {"lr": lr}),
         "grad_norm": grad_norm,
         "loss_scale": jnp.asarray(current_scale(old.loss_scale), np.float32),
+        **({} if of_blocks is None else {"loss_scales": of_blocks}),
         "skipped": jnp.asarray(skip),
         "applied": applied_updates(new),
         "attempted": new.step,

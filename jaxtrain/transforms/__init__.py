@@ -1,8 +1,15 @@
 """Transforms of functions through their jaxprs: precision, rematerialization, unrolling, hooks; unaware of training."""
 
 from jaxtrain.transforms.bias import biased_products as biased_products
+from jaxtrain.transforms.block_scales import BlockValues as BlockValues
+from jaxtrain.transforms.block_scales import scale_blocks as scale_blocks
+from jaxtrain.transforms.blocks import at_blocks as at_blocks
+from jaxtrain.transforms.blocks import count_blocks as count_blocks
 from jaxtrain.transforms.casts import in_float32 as in_float32
 from jaxtrain.transforms.casts import widen as widen
+from jaxtrain.transforms.fp8 import Fp8
+from jaxtrain.transforms.fp8_kernels import KernelUse as KernelUse
+from jaxtrain.transforms.fp8_kernels import kernel_uses as kernel_uses
 from jaxtrain.transforms.gathered import DIVIDED_LOOKUP as DIVIDED_LOOKUP
 from jaxtrain.transforms.gathered import used_dtypes as used_dtypes
 from jaxtrain.transforms.gathered import with_copies as with_copies
@@ -41,4 +48,15 @@ from jaxtrain.transforms.stages import Stages as Stages
 from jaxtrain.transforms.stored import convert_where_used as convert_where_used
 from jaxtrain.transforms.unroll import unroll as unroll
 
-__all__ = ["Policy", "autocast", "autocast_disabled", "block", "hook", "jax_internals", "jaxpr", "kernel", "precision"]
+__all__ = [
+    "Fp8",
+    "Policy",
+    "autocast",
+    "autocast_disabled",
+    "block",
+    "hook",
+    "jax_internals",
+    "jaxpr",
+    "kernel",
+    "precision",
+]

@@ -10,6 +10,8 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.transforms.casts import is_array, is_float, to_dtype
+from jaxtrain.transforms.fp8 import Fp8
+from jaxtrain.transforms.fp8_kernels import fp8_products
 from jaxtrain.transforms.low_compute import compute_in
 from jaxtrain.transforms.precision import autocast, autocast_disabled
 from jaxtrain.transforms.stored import is_stored_low
@@ -30,12 +32,15 @@ class Policy:
       matmul_precision: As for `jax.default_matmul_precision`; "highest" is PyTorch's default for float32 products on
         GPUs.
       loss_scaling: Whether `train_step` scales the loss by default.
+      fp8: How products with a parameter are computed in 8 bits; None computes them in `compute_dtype`, as all others.
+        The parameters are the first argument of the function that the policy is applied to.
       param_rounding: How `train_step` rounds updated bfloat16 parameters: to "nearest"; "stochastic", up or down with
         the probabilities by which the expectation is exact; or "kahan", to nearest with what was lost added to the next
         update.
 
     Raises:
-      UserError: `param_rounding` is unknown, or is not "nearest" for parameters that are not bfloat16.
+      UserError: `fp8` without a `compute_dtype`; `param_rounding` is unknown, or is not "nearest" for parameters that
+        are not bfloat16.
 
     Example:
       >>> x = jnp.ones((2, 2))
@@ -50,10 +55,12 @@ class Policy:
     cast_inputs: bool = False
     matmul_precision: str = "highest"
     loss_scaling: bool = False
+    fp8: Fp8 | None = None
     param_rounding: str = "nearest"
 
     def __post_init__(self) -> None:
-        """Check that the rounding fits the parameters."""
+        if self.fp8 is not None and self.compute_dtype is None:
+            raise UserError("a policy with fp8 needs a compute_dtype for all other operations: use jnp.bfloat16")
         if self.param_rounding not in ("nearest", "stochastic", "kahan"):
             raise UserError(
                 f"param_rounding must be 'nearest', 'stochastic' or 'kahan', got {self.param_rounding!r}: use 'nearest'"
@@ -102,18 +109,22 @@ class Policy:
         Returns:
           The same function, computed under this policy.
         """
-        if self.compute_dtype is None:
-            inner = self._uncast(fn)
-        elif self.cast_inputs:
-            inner = compute_in(fn, self.compute_dtype, state_argnums)
-        else:
-            inner = autocast(fn, self.compute_dtype)
+        inner = self._in_dtypes(fn, state_argnums)
+        if self.fp8 is not None:
+            inner = fp8_products(inner, self.fp8)
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             with jax.default_matmul_precision(self.matmul_precision):
                 return inner(*args, **kwargs)
 
         return compute
+
+    def _in_dtypes(self, fn: Callable[..., Any], state_argnums: Collection[int]) -> Callable[..., Any]:
+        if self.compute_dtype is None:
+            return self._uncast(fn)
+        if self.cast_inputs:
+            return compute_in(fn, self.compute_dtype, state_argnums)
+        return autocast(fn, self.compute_dtype)
 
     def _uncast(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:
@@ -139,9 +150,14 @@ POLICIES = {
     "bf16_params": Policy(jnp.bfloat16),
     "bf16_params_stochastic": Policy(jnp.bfloat16, param_rounding="stochastic"),
     "bf16_params_kahan": Policy(jnp.bfloat16, param_rounding="kahan"),
+    "fp8": Policy(np.float32, jnp.bfloat16, fp8=Fp8()),
+    # The recipe "rowwise" of torchao's `Float8LinearConfig.from_recipe_name`.
+    "fp8_row": Policy(np.float32, jnp.bfloat16, fp8=Fp8("row", power_of_two_scales=True)),
+    "fp8_block": Policy(np.float32, jnp.bfloat16, fp8=Fp8("block")),
 }
 """Policies by name. Those that begin with "bf16_params" have no float32 parameters, as `model.bfloat16()`; the others
-have master parameters, which "bf16_compute" converts to bfloat16 for the computation."""
+have master parameters, which "bf16_compute" converts to bfloat16 for the computation. "fp8", "fp8_row" and "fp8_block"
+are "bf16" with 8-bit products."""
 
 
 def policy(precision: str | Policy) -> Policy:
