@@ -14,9 +14,17 @@ from torch.optim import lr_scheduler as S
 
 from jaxtrain import optim
 from jaxtrain.optim import schedules
-from jaxtrain.step import build, clip_grad_norm, clip_grad_value, dynamic_loss_scale, split_batch, step
+from jaxtrain.step import (
+    apply_updates,
+    build,
+    clip_grad_norm,
+    clip_grad_value,
+    dynamic_loss_scale,
+    split_batch,
+    step,
+    stochastic_round,
+)
 from jaxtrain.step.accumulate import add_micro_batch, mean_gradient
-from jaxtrain.step.rounding import apply_updates, stochastic_round
 from parity.case import Case
 from parity.mutants.losses import square
 from parity.mutants.mutant import Mutant, Patch, patched
