@@ -8,8 +8,10 @@ FP8 = ("fp8", "fp8_row", "fp8_block")
 EXACT = "fp64_"
 """Prefix of a precision whose quantization to fp8 both sides compute in float64 like all the rest: only the rounding to
 fp8 itself remains, so that the two programs must be equal to the bars of fp64."""
+BF16_PARAMS = ("bf16_params", "bf16_params_stochastic", "bf16_params_kahan")
 PRECISIONS = (
-    *("fp64", "fp32", "bf16", "fp16", "bf16_compute", "bf16_params"),
+    *("fp64", "fp32", "bf16", "fp16", "bf16_compute"),
+    *BF16_PARAMS,
     *FP8,
     *(EXACT + name for name in FP8),
 )

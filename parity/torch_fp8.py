@@ -96,9 +96,9 @@ def _fits(excluded: Sequence[TorchParam], tables: frozenset[int], module: Any, p
 
 def _excluded(case: Case, name: str) -> list[TorchParam]:
     """The tensors whose products the policy excludes."""
-    patterns = policy(name).fp8.exclude
-    names, _ = case.tables
-    return [of for path, of in names.params.items() if any(fnmatchcase(path, pattern) for pattern in patterns)]
+    fp8, (names, _) = policy(name).fp8, case.tables
+    assert fp8 is not None
+    return [of for path, of in names.params.items() if any(fnmatchcase(path, pattern) for pattern in fp8.exclude)]
 
 
 def _tables(model: Module) -> frozenset[int]:

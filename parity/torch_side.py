@@ -20,16 +20,17 @@ from parity.checkpoints import without_recomputation
 from parity.oracle.caches import clear_caches
 from parity.oracle.constants import recompute_constants
 from parity.oracle.in_torch import InFloat64
+from parity.param_rounding import ROUNDINGS, round_after_updates
 from parity.progress import report
 from parity.randomness import GivenMasks, Masks, mask_lines, permute_masks
 from parity.record import Record, Snapshot, Step, Tensors
-from parity.settings import EXACT, FP8, fp8_policy, in_double
+from parity.settings import BF16_PARAMS, EXACT, FP8, fp8_policy, in_double
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WHOLE = {
     "fp64": torch.float64,
     **{EXACT + name: torch.float64 for name in FP8},
-    "bf16_params": torch.bfloat16,
+    **dict.fromkeys(BF16_PARAMS, torch.bfloat16),
 }
 """Dtype that model and batch are converted to, as with `model.to(dtype)`."""
 COPY = {"bf16_compute": torch.bfloat16}
@@ -130,6 +131,8 @@ def _run(
             optimizer.register_step_post_hook(nudge)
     scheduler = None if case.optimizer.scheduler is None else case.optimizer.scheduler(optimizer)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    if precision in ROUNDINGS:
+        round_after_updates(optimizer, ROUNDINGS[precision])
     updates = Updates(case, model, optimizer)
     losses, norms, scales = [], [], [scaler.get_scale()]
 

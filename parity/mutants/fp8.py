@@ -1,5 +1,6 @@
 """fp8: scales, formats and axes of quantization, in steps whose every other operation is in float64."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +31,7 @@ def perceptron() -> Case:
     """Return a perceptron with a squared error, whose first two products are in fp8."""
 
     def torch_model() -> Module:
-        layers = [Linear(n, m) for n, m in zip(SIZES, SIZES[1:], strict=False)]
+        layers = [Linear(n, m) for n, m in itertools.pairwise(SIZES)]
         with torch.no_grad():
             for layer in layers:  # rows, columns and blocks of magnitudes of their own
                 layer.weight *= torch.linspace(0.1, 1, layer.out_features)[:, None]
@@ -55,7 +56,7 @@ def perceptron() -> Case:
 
     shapes = {
         name: {"kernel": jax.ShapeDtypeStruct((n, m), np.float32), "bias": jax.ShapeDtypeStruct((m,), np.float32)}
-        for name, n, m in zip(_NAMES, SIZES, SIZES[1:], strict=False)
+        for name, (n, m) in zip(_NAMES, itertools.pairwise(SIZES), strict=True)
     }
     names = {f"{name}/kernel": TorchParam(f"{module}.weight", LINEAR) for name, module in _NAMES.items()}
     names |= {f"{name}/bias": TorchParam(f"{module}.bias") for name, module in _NAMES.items()}

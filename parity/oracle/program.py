@@ -1,4 +1,4 @@
-"""Compute a program of 32 bits in float64, except for its rounding to formats of 8 bits, which is a part of its meaning."""
+"""Compute a program of 32 bits in float64, except for its rounding to 8 bits, which is a part of its meaning."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +17,10 @@ from jaxtrain.transforms.scaled_product import NAME as SCALED_PRODUCT
 from jaxtrain.transforms.scaled_product import _evaluate as evaluate_scaled_product
 from parity.oracle.in_jax import BITS, evaluate, traced_in_32_bits
 
-_WRITTEN_OUT = {FP8_PRODUCT: evaluate_fp8_product, SCALED_PRODUCT: evaluate_scaled_product}
+_WRITTEN_OUT: dict[str, Callable[..., jax.Array]] = {
+    FP8_PRODUCT: evaluate_fp8_product,
+    SCALED_PRODUCT: evaluate_scaled_product,
+}
 """Primitives that are evaluated by the operations that they consist of."""
 
 
@@ -48,7 +51,7 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | Non
     name = eqn.primitive.name
     if name in _WRITTEN_OUT:
         return [jaxpr.transform(partial(_WRITTEN_OUT[name], **eqn.params), _rule)(*args)]
-    if name == "bitcast_convert_type" and eqn.invars[0].aval.dtype == np.float32:
+    if name == "bitcast_convert_type" and getattr(eqn.invars[0].aval, "dtype", None) == np.float32:
         return [_bits(args[0])]
     if name == "cond" and eqn.params.get("branches_platforms") is not None:
         # The residuals of one branch have shapes of their own, in place of those of the others.

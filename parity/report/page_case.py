@@ -10,7 +10,7 @@ import numpy as np
 from parity.compare import relative
 from parity.divergence import Divergence, Line
 from parity.report.result import Result
-from parity.settings import EXACT, FP8, in_double
+from parity.settings import BF16_PARAMS, EXACT, FP8, in_double
 from parity.source import import_path
 from parity.trajectory import Trajectory
 
@@ -115,7 +115,7 @@ FLOORS = {
     "bf16": 2.0**-7,
     "fp16": 2.0**-10,
     "bf16_compute": 2.0**-7,
-    "bf16_params": 2.0**-7,
+    **dict.fromkeys(BF16_PARAMS, 2.0**-7),
     **dict.fromkeys(FP8, 2.0**-3),
     **{EXACT + name: 2.0**-52 for name in FP8},
 }
