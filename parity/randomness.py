@@ -48,8 +48,9 @@ def dropout_masks(case: Case, precision: str, *, accumulate: int, steps: int, se
     """
     with jax.enable_x64(precision == "fp64"), jax.numpy_dtype_promotion("standard"):
         # Shapes and the key determine the masks: zeros and one batch are enough.
-        params, model_state = arrays(jax.tree.map(_zeros, (case.params_like, case.state_like)), precision)
-        batch = arrays(case.batch(seed, case.rows // accumulate), precision)
+        dtypes = "fp64" if precision == "fp64" else "fp32"  # other programs in float64 are traced in 32 bits
+        params, model_state = arrays(jax.tree.map(_zeros, (case.params_like, case.state_like)), dtypes)
+        batch = arrays(case.batch(seed, case.rows // accumulate), dtypes)
         key = jax.random.key(seed)
         masks = dropout_mask_fn(case.loss_fn)
         # Traced as the run of that precision traces the loss.

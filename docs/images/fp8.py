@@ -1,0 +1,83 @@
+"""Train gpt-stdlib in bf16 and in fp8 from ten seeds each: `python -m docs.images.fp8 FOLDER`.
+
+FOLDER keeps the runs; those that it has are not repeated. The curves are written to
+benchmarks/results/cpu-2-cores-fp8-curves.json and drawn in docs/images/fp8.svg, and the tests of the difference of the
+final losses are printed.
+"""
+
+import json
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parent.parent / "benchmarks/results/cpu-2-cores-fp8-curves.json"
+SEEDS = range(10)
+SIZE = "--n-layer 2 --n-embd 64 --seq-len 64 --eval-every 50 --eval-sequences 1024"
+COLORS = {"bf16": "#52525b", "fp8": "#c2410c"}
+INK = "#52525b"
+
+
+def run(folder: Path, precision: str, seed: int) -> list[tuple[int, float]]:
+    """Return the validation losses of a run by step."""
+    path = folder / f"{precision}-{seed}"
+    if not path.exists():
+        words = f"train gpt-stdlib --precision {precision} --seed {seed} {SIZE} --out {path}".split()
+        subprocess.run([sys.executable, "-m", "jaxtrain.cli", *words], check=True)
+    lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
+
+
+def compare(bf16: np.ndarray, fp8: np.ndarray) -> dict[str, float]:
+    """Compare the final losses of the same seeds.
+
+    Returns:
+      "difference" of the means; "seed_sd", the standard deviation over the seeds of bf16; "p_permutation" of the
+      difference as large in either direction if the labels of all runs were exchanged, of all divisions in two halves;
+      "paired_sd", the standard deviation of the differences of a seed.
+    """
+    runs, n, difference = np.concatenate([bf16, fp8]), len(bf16), fp8.mean() - bf16.mean()
+    halves = np.array([runs[list(half)].sum() for half in combinations(range(2 * n), n)])
+    exchanged = np.abs(2 * halves - runs.sum()) / n
+    return {
+        "difference": float(difference),
+        "seed_sd": float(bf16.std(ddof=1)),
+        "p_permutation": float(np.mean(exchanged >= abs(difference) - 1e-12)),
+        "paired_sd": float((fp8 - bf16).std(ddof=1)),
+    }
+
+
+def draw(curves: dict[str, Any]) -> None:
+    """Draw the mean of each precision and the range of its seeds."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams |= {"svg.hashsalt": "fp8", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}
+    figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
+    for precision, runs in curves.items():
+        steps, losses = np.array(runs[0])[:, 0], np.array(runs)[:, :, 1]
+        color = COLORS[precision]
+        axes.plot(steps, losses.mean(0), color=color, linewidth=1.2, label=precision)
+        axes.fill_between(steps, losses.min(0), losses.max(0), color=color, alpha=0.2, linewidth=0)
+    axes.set(xlabel="step", ylabel="validation loss, nats per byte", title="gpt-stdlib: mean and range of ten seeds")
+    axes.set_ylim(top=3.0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(HERE / "fp8.svg", metadata={"Date": None}, facecolor="white")
+
+
+if __name__ == "__main__":
+    from parity.attestation import environment
+
+    curves = {precision: [run(Path(sys.argv[1]), precision, seed) for seed in SEEDS] for precision in COLORS}
+    bf16, fp8 = (np.array([losses[-1][1] for losses in curves[precision]]) for precision in COLORS)
+    found = {"environment": environment(), "flags": SIZE, "comparison": compare(bf16, fp8), "curves": curves}
+    RESULTS.write_text(json.dumps(found) + "\n")
+    draw(curves)
+    print(json.dumps(found["comparison"], indent=2))
