@@ -12,7 +12,7 @@ from tests.transforms import torchao_references as torchao
 
 
 def values(shape, dtype, seed=0):
-    """Return numbers of magnitudes 2⁻²⁰ to 2²⁰, with zeros, rows of zeros, and rows of the least and largest numbers."""
+    """Return numbers of magnitudes 2⁻²⁰ to 2²⁰, with zeros, and rows of zeros, of tiny and of huge numbers."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=shape) * 2.0 ** rng.integers(-20, 20, shape)
     x[rng.random(shape) < 0.1] = 0
@@ -65,7 +65,11 @@ def test_tiles_and_blocks_equal_torchao():
     x = x.at[:, :128].set(0)
     fp8 = Fp8("block")
     rows, features, columns, across = jax.jit(
-        lambda x: (along_rows(fp8, x, E4M3, None), along_features(fp8, x, E4M3), *(kernel_along(fp8, x, i) for i in (0, 1)))
+        lambda x: (
+            along_rows(fp8, x, E4M3, None),
+            along_features(fp8, x, E4M3),
+            *(kernel_along(fp8, x, i) for i in (0, 1)),
+        )
     )(x)
     tensor = torchao.to_torch(x)
 
