@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         dynamic_loss_scale,
         eval_step,
         leaf_name,
+        precision_losses,
         static_loss_scale,
         train_step,
     )
@@ -84,6 +85,7 @@ __all__ = [
     "kernel",
     "leaf_name",
     "load_imported",
+    "precision_losses",
     "static_loss_scale",
     "train_step",
 ]
@@ -96,7 +98,7 @@ _MODULES = {
     "run": ("Audio", "Image", "Initial", "Predictions", "Recipe", "Table", "Task", "Text"),
     "step": (
         *("Loss", "TrainState", "TrainStep", "dynamic_loss_scale"),
-        *("eval_step", "leaf_name", "static_loss_scale", "train_step"),
+        *("eval_step", "leaf_name", "precision_losses", "static_loss_scale", "train_step"),
     ),
     "torch_import": ("ImportedModel", "SavedModel", "from_torch", "load_imported"),
     "transforms": ("Policy", "autocast", "autocast_disabled", "block", "hook", "kernel"),

@@ -21,6 +21,8 @@ from jaxtrain.step.loss_scale import LossScaleState as LossScaleState
 from jaxtrain.step.loss_scale import consecutive_skips as consecutive_skips
 from jaxtrain.step.loss_scale import current_scale as current_scale
 from jaxtrain.step.loss_scale import dynamic_loss_scale, load_state_dict, state_dict, static_loss_scale
+from jaxtrain.step.lost_values import KINDS as KINDS
+from jaxtrain.step.lost_values import LayerLosses, Magnitudes, PrecisionLosses
 from jaxtrain.step.mistakes import accepts as accepts
 from jaxtrain.step.mistakes import check_optimizer as check_optimizer
 from jaxtrain.step.mistakes import signature_of as signature_of
@@ -30,6 +32,7 @@ from jaxtrain.step.objective import STEP_METRICS as STEP_METRICS
 from jaxtrain.step.objective import Loss
 from jaxtrain.step.objective import LossFn as LossFn
 from jaxtrain.step.objective import validated as validated
+from jaxtrain.step.precision_losses import PrecisionMeasurement, precision_losses
 from jaxtrain.step.retrace import limit_recompilation as limit_recompilation
 from jaxtrain.step.state import TrainState
 from jaxtrain.step.state import applied_updates as applied_updates
@@ -43,7 +46,11 @@ from jaxtrain.step.step import window_step as window_step
 from jaxtrain.step.window_loop import LONGEST as LONGEST
 
 __all__ = [
+    "LayerLosses",
     "Loss",
+    "Magnitudes",
+    "PrecisionLosses",
+    "PrecisionMeasurement",
     "TrainState",
     "TrainStep",
     "accumulate",
@@ -52,6 +59,7 @@ __all__ = [
     "eval_step",
     "leaf_name",
     "load_state_dict",
+    "precision_losses",
     "scale_by_learning_rate",
     "state_dict",
     "static_loss_scale",

@@ -3,6 +3,9 @@
 from jaxtrain.transforms.bias import biased_products as biased_products
 from jaxtrain.transforms.casts import in_float32 as in_float32
 from jaxtrain.transforms.casts import widen as widen
+from jaxtrain.transforms.exponents import BASE as BASE
+from jaxtrain.transforms.exponents import bounds as bounds
+from jaxtrain.transforms.exponents import rounding_limits as rounding_limits
 from jaxtrain.transforms.gathered import DIVIDED_LOOKUP as DIVIDED_LOOKUP
 from jaxtrain.transforms.gathered import used_dtypes as used_dtypes
 from jaxtrain.transforms.gathered import with_copies as with_copies
@@ -32,6 +35,11 @@ from jaxtrain.transforms.remat import BLOCK as BLOCK
 from jaxtrain.transforms.remat import block
 from jaxtrain.transforms.remat import remat as remat
 from jaxtrain.transforms.residuals import StoredResiduals as StoredResiduals
+from jaxtrain.transforms.rounded_values import Probe as Probe
+from jaxtrain.transforms.rounded_values import Probes as Probes
+from jaxtrain.transforms.rounded_values import blocks_of as blocks_of
+from jaxtrain.transforms.rounded_values import count_rounded as count_rounded
+from jaxtrain.transforms.rounded_values import zero_probes as zero_probes
 from jaxtrain.transforms.scanned import fuse_slices as fuse_slices
 from jaxtrain.transforms.scanned import save_costly as save_costly
 from jaxtrain.transforms.split_products import split_products as split_products
