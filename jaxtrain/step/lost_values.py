@@ -98,6 +98,12 @@ class Magnitudes:
         return math.floor(math.log2(low)), math.ceil(math.log2(high))
 
     @property
+    def limits(self) -> tuple[float, float, float]:
+        """The first magnitudes that are rounded to nonzero numbers, to normal ones, and to inf."""
+        nonzero, normal, overflow = np.array(self._limits, np.int32).view(np.float32).tolist()
+        return nonzero, normal, overflow
+
+    @property
     def _limits(self) -> Any:
         return rounding_limits(_dtype(self.dtype))
 
@@ -145,12 +151,16 @@ class PrecisionLosses:
         Returns:
           The lines; none if nothing has to be done.
         """
-        return [
-            self._advice(layer.name, kind, magnitudes)
+        return list(self.advice_by_kind().values())
+
+    def advice_by_kind(self) -> dict[str, str]:
+        """Return the lines of `advice` by "LAYER/KIND"."""
+        return {
+            f"{layer.name}/{kind}": self._advice(layer.name, kind, magnitudes)
             for layer in self.layers
             for kind in KINDS
             if (magnitudes := getattr(layer, kind)).lost > ADVISED
-        ]
+        }
 
     def shares(self) -> dict[str, float]:
         """Return the shares of underflow, subnormal numbers and overflow by "LAYER/KIND/NAME", for a log."""

@@ -2,8 +2,8 @@
 
 The bits of a float32 without its sign are an integer that grows with the magnitude, so that a class of numbers (those
 that float16 rounds to zero, those between two powers of 2) is an interval of integers. The elements from each bound on
-are counted by one reduction with an accumulator for each bound: XLA computes it in one kernel that reads the array once,
-without scatters and atomics.
+are counted by one reduction with an accumulator for each bound: XLA computes it in one kernel, which reads the array
+once, without scatters and atomics. It does so for up to 40 bounds; for more it writes the comparisons to memory.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Count the magnitudes of the values of a program that are rounded to a low precision, and of their gradients, by layer.
+"""Count the magnitudes of the values that a program rounds to a low precision, and of their gradients, by layer.
 
 The rounded values are the results of matrix products and convolutions, and of conversions to the low precision. The
 counts are gradients: every such value passes a function that is the identity, and whose gradient by a second argument,
