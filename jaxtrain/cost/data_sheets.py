@@ -2,7 +2,7 @@
 
 From NVIDIA's data sheets and architecture white papers (H100, H200, GH200, A100, L40S, L40, L4, A10, A10G, T4, V100,
 HGX B200; "NVIDIA Ada GPU Architecture" and "NVIDIA Ampere GA102" for the GeForce cards): dense products, where a sheet
-states them with sparsity half of that, and 16-bit products that accumulate in float32.
+states them with sparsity half of that, and products of 16 and 8 bits that accumulate in float32.
 """
 
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ class Ceilings:
       half: FLOP/s of dense products of 16-bit operands.
       bandwidth: Bytes/s of its memory.
       launch_overhead_s: Seconds to start one product.
+      fp8: FLOP/s of dense products of 8-bit floating-point operands; None where XLA converts them to 16 bits, which is
+        below compute capability 8.9.
     """
 
     fp32: float
@@ -29,27 +31,33 @@ class Ceilings:
     half: float
     bandwidth: float
     launch_overhead_s: float = 3e-6
+    fp8: float | None = None
+
+    @property
+    def eight_bit(self) -> float:
+        """FLOP/s of products of 8-bit floating-point operands, converted or not."""
+        return self.half if self.fp8 is None else self.fp8
 
 
 NVIDIA = {
-    "NVIDIA B200": Ceilings(75e12, 1125e12, 2250e12, 8.0e12),
-    "NVIDIA GH200 480GB": Ceilings(67e12, 494e12, 989e12, 4.0e12),
-    "NVIDIA GH200 144G HBM3e": Ceilings(67e12, 494e12, 989e12, 4.9e12),
-    "NVIDIA H200": Ceilings(67e12, 494e12, 989e12, 4.8e12),
-    "NVIDIA H200 NVL": Ceilings(60e12, 417e12, 835e12, 4.8e12),
-    "NVIDIA H100 80GB HBM3": Ceilings(67e12, 494e12, 989e12, 3.35e12),
-    "NVIDIA H100 PCIe": Ceilings(51e12, 378e12, 756e12, 2.0e12),
-    "NVIDIA H100 NVL": Ceilings(60e12, 417e12, 835e12, 3.9e12),
+    "NVIDIA B200": Ceilings(75e12, 1125e12, 2250e12, 8.0e12, fp8=4500e12),
+    "NVIDIA GH200 480GB": Ceilings(67e12, 494e12, 989e12, 4.0e12, fp8=1979e12),
+    "NVIDIA GH200 144G HBM3e": Ceilings(67e12, 494e12, 989e12, 4.9e12, fp8=1979e12),
+    "NVIDIA H200": Ceilings(67e12, 494e12, 989e12, 4.8e12, fp8=1979e12),
+    "NVIDIA H200 NVL": Ceilings(60e12, 417e12, 835e12, 4.8e12, fp8=1671e12),
+    "NVIDIA H100 80GB HBM3": Ceilings(67e12, 494e12, 989e12, 3.35e12, fp8=1979e12),
+    "NVIDIA H100 PCIe": Ceilings(51e12, 378e12, 756e12, 2.0e12, fp8=1513e12),
+    "NVIDIA H100 NVL": Ceilings(60e12, 417e12, 835e12, 3.9e12, fp8=1671e12),
     "NVIDIA A100-SXM4-80GB": Ceilings(19.5e12, 156e12, 312e12, 2.039e12),
     "NVIDIA A100-SXM4-40GB": Ceilings(19.5e12, 156e12, 312e12, 1.555e12),
     "NVIDIA A100 80GB PCIe": Ceilings(19.5e12, 156e12, 312e12, 1.935e12),
     "NVIDIA A100-PCIE-40GB": Ceilings(19.5e12, 156e12, 312e12, 1.555e12),
-    "NVIDIA L40S": Ceilings(91.6e12, 183e12, 362e12, 0.864e12),
-    "NVIDIA L40": Ceilings(90.5e12, 90.5e12, 181e12, 0.864e12),
-    "NVIDIA L4": Ceilings(30.3e12, 60e12, 121e12, 0.3e12),
+    "NVIDIA L40S": Ceilings(91.6e12, 183e12, 362e12, 0.864e12, fp8=733e12),
+    "NVIDIA L40": Ceilings(90.5e12, 90.5e12, 181e12, 0.864e12, fp8=362e12),
+    "NVIDIA L4": Ceilings(30.3e12, 60e12, 121e12, 0.3e12, fp8=242e12),
     "NVIDIA A10": Ceilings(31.2e12, 62.5e12, 125e12, 0.6e12),
     "NVIDIA A10G": Ceilings(35e12, 35e12, 70e12, 0.6e12),
-    "NVIDIA GeForce RTX 4090": Ceilings(82.6e12, 82.6e12, 165e12, 1.008e12),
+    "NVIDIA GeForce RTX 4090": Ceilings(82.6e12, 82.6e12, 165e12, 1.008e12, fp8=330e12),
     "NVIDIA GeForce RTX 3090": Ceilings(35.6e12, 35.6e12, 71e12, 0.936e12),
     "Tesla T4": Ceilings(8.1e12, 8.1e12, 65e12, 0.32e12),
     "Tesla V100-SXM2-32GB": Ceilings(15.7e12, 15.7e12, 125e12, 0.9e12),

@@ -57,6 +57,12 @@ def equation_flops(eqn: JaxprEqn) -> int:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         depth = math.prod(shapes[0][i] for i in contracted)
         return 2 * out_size * depth
+    if name == "fp8_product":
+        return 2 * out_size * shapes[1][0]
+    if name == "scaled_product":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        tile_count = shapes[0][0] if eqn.params["tiled"] else 1
+        return 2 * out_size * tile_count * math.prod(shapes[0][i + eqn.params["tiled"]] for i in contracted)
     if name == "ragged_dot_general":
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         contracted, _ = numbers.dot_dimension_numbers[0]

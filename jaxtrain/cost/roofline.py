@@ -7,6 +7,7 @@ which most are fused away. The estimate compares variants of one function; it do
 import math
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -61,4 +62,6 @@ def _peak(product: JaxprEqn, device: Ceilings) -> float:
     aval: Any = product.invars[0].aval
     if aval.dtype.itemsize == 2:
         return device.half
+    if aval.dtype.itemsize == 1 and jnp.issubdtype(aval.dtype, jnp.floating):
+        return device.eight_bit
     return device.tf32 if product.params.get("precision") != (lax.Precision.HIGHEST,) * 2 else device.fp32

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain.step import KINDS, Magnitudes, PrecisionLosses
 
-_WIDTH, _LEFT, _RIGHT, _TOP = 620, 118, 52, 44
+_WIDTH, _LEFT, _RIGHT, _TOP = 620, 118, 52, 62
 _HISTOGRAM, _ROW, _GAP = 150, 15, 30
 _AXIS = (-42.0, 18.0)  # exponents: the bins, and two octaves at either end for what is beyond
 _FLOOR = 1e-5  # share of the lowest bar
@@ -103,8 +103,8 @@ def _regions(found: Magnitudes, height: int) -> Iterator[str]:
             begin, end = _x(first), _x(last)
             width, middle = round(end - begin, 1), round((begin + end) / 2, 1)
             yield f'<rect class="{css}" x="{begin}" y="{_TOP - 16}" width="{width}" height="{height - _TOP - 18}"/>'
-            text = f"{_label(css)} {_percent(found.share(name))}"
-            yield f'<text x="{middle}" y="{_TOP - 22}" text-anchor="middle">{text}</text>'
+            for y, text in ((_TOP - 36, _label(css)), (_TOP - 22, _percent(found.share(name)))):
+                yield f'<text x="{middle}" y="{y}" text-anchor="middle">{text}</text>'
 
 
 def _label(css: str) -> str:

@@ -19,6 +19,8 @@ from jaxtrain.transforms.jaxpr import inner_jaxprs
 _OPCODES = {
     "dot_general": "dot",
     "biased_product": "dot",
+    "fp8_product": "dot",
+    "scaled_product": "dot",
     "ragged_dot_general": "dot",
     "conv_general_dilated": "convolution",
     "broadcast_in_dim": "broadcast",

@@ -56,7 +56,8 @@ class StateFiles:
         _check_kinds(folder.parent, saved, like, partial_restore)
         item = _abstract(like)
         shardings = ocp.checkpoint_utils.construct_restore_args(item)
-        args = ocp.args.PyTreeRestore(item, shardings, partial_restore=partial_restore)
+        # All arrays have been compared. A field that holds none may have been added since the tree was saved.
+        args = ocp.args.PyTreeRestore(item, shardings, partial_restore=True)
         limit = _read_limit(saved, item) / 10**9
         handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)
         with contextlib.closing(ocp.Checkpointer(handler)) as orbax:

@@ -17,6 +17,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.paths import path_name
 from jaxtrain.step.nonfinite import Nonfinite, earliest, locate_nonfinite, none_nonfinite
 from jaxtrain.step.objective import Loss
+from jaxtrain.step.probes import NO_PROBES, Probes, observed_together
 
 WindowSchedule = Callable[[jax.Array], Any]
 """From the number of applied updates, int32[], to the number of micro-batches of the next window."""
@@ -29,21 +30,23 @@ class Window(NamedTuple):
       sums: Sum of the weighted gradients.
       loss: Sum of the losses and weights.
       nonfinite: Location of the first inf or NaN.
+      observed: The maximum of what the passes have observed.
     """
 
     sums: optax.MultiStepsState
     loss: Loss
     nonfinite: Nonfinite
+    observed: Probes = NO_PROBES
 
 
-def open_window(params: Any) -> Window:
-    """Return an empty window for gradients shaped like `params`."""
+def open_window(params: Any, probes: Probes = NO_PROBES) -> Window:
+    """Return an empty window for gradients shaped like `params`, by these probes too."""
     dtype = sum_dtype(params)
     loss = Loss(jnp.zeros([], dtype), jnp.zeros([], dtype))
-    return Window(_accumulator(params).init(params), loss, none_nonfinite())
+    return Window(_accumulator(params).init(params), loss, none_nonfinite(), probes)
 
 
-def add_micro_batch(window: Window, grads: Any, loss: Loss, k: jax.Array | int) -> Window:
+def add_micro_batch(window: Window, grads: Any, loss: Loss, k: jax.Array | int, observed: Probes = NO_PROBES) -> Window:
     """Add one of a window's k micro-batches.
 
     Args:
@@ -51,6 +54,7 @@ def add_micro_batch(window: Window, grads: Any, loss: Loss, k: jax.Array | int) 
       grads: Gradient of the micro-batch's mean loss over k.
       loss: The micro-batch's summed loss and weight.
       k: Number of micro-batches of the window.
+      observed: What its passes have observed.
 
     Returns:
       The window with the micro-batch added.
@@ -69,7 +73,7 @@ def add_micro_batch(window: Window, grads: Any, loss: Loss, k: jax.Array | int) 
     # optax multiplies by booleans, which JAX's strict promotion forbids.
     with jax.numpy_dtype_promotion("standard"):
         _, sums = _accumulator(grads).update(weighted, window.sums)
-    return Window(sums, add_loss(window.loss, loss), nonfinite)
+    return Window(sums, add_loss(window.loss, loss), nonfinite, observed_together(window.observed, observed))
 
 
 def gradient_factor(weight: jax.Array, k: jax.Array | int) -> jax.Array:

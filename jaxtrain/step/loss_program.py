@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxtrain.cpu.products import cpu_products
 from jaxtrain.step.objective import Compute, LossFn, losses_in_float32, validated
+from jaxtrain.step.probes import NO_PROBES, Probes
 from jaxtrain.transforms import (
     Groups,
     Hook,
@@ -98,8 +99,11 @@ class LossProgram(NamedTuple):
             partial(self.policy.apply, state_argnums=(3,)),
         ]
 
-    def transforms(self, copies: Any = None) -> list[Callable[..., Any]]:
+    def transforms(
+        self, copies: Any = None, scales: Probes = NO_PROBES, probes: Probes = NO_PROBES
+    ) -> list[Callable[..., Any]]:
         """Return the transforms in order of application: each rewrites the program of all before it."""
+        del scales, probes
         return [
             *self.numerics(),
             # After autocast, whose roundings it observes.
@@ -129,13 +133,15 @@ class LossProgram(NamedTuple):
             losses_in_float32,
         ]
 
-    def compute(self, copies: Any = None) -> Compute:
+    def compute(self, copies: Any = None, scales: Probes = NO_PROBES, probes: Probes = NO_PROBES) -> Compute:
         """Return the transformed loss_fn, `compute(params, batch, rng, model_state)`.
 
         Args:
           copies: What `copies` returned for the parameters.
+          scales: The scales that the passes read.
+          probes: Zeros by which the gradient is what the passes observe.
         """
-        return self._apply(self.transforms(copies))
+        return self._apply(self.transforms(copies, scales, probes))
 
     def copies(self, params: Any, *rest: Any) -> Any:
         """Return gathered copies of the parameters in the dtypes in which `compute(params, …)` uses them.

@@ -137,11 +137,13 @@ class PrecisionLosses:
 
     Attributes:
       dtype: Name of the dtype that the values are rounded to.
+      gradient_dtype: Name of the dtype that their gradients are rounded to.
       loss_scale: The loss scale.
       layers: The layers, in order.
     """
 
     dtype: str
+    gradient_dtype: str
     loss_scale: float
     layers: tuple[LayerLosses, ...]
 
@@ -175,29 +177,34 @@ class PrecisionLosses:
     def to_json(self) -> dict[str, Any]:
         """Return the histograms as a JSON object."""
         layers = {layer.name: {kind: getattr(layer, kind).counts for kind in KINDS} for layer in self.layers}
-        return {"dtype": self.dtype, "loss_scale": self.loss_scale, "layers": layers}
+        dtypes = {"dtype": self.dtype, "gradient_dtype": self.gradient_dtype}
+        return {**dtypes, "loss_scale": self.loss_scale, "layers": layers}
 
     @classmethod
     def from_json(cls, losses: Mapping[str, Any]) -> Self:
         """Return what `to_json` wrote."""
-        dtype = losses["dtype"]
+        dtypes = losses["dtype"], losses["gradient_dtype"]
         layers = [
-            LayerLosses(name, *(Magnitudes(dtype, tuple(kinds[kind])) for kind in KINDS))
+            LayerLosses(
+                name, *(Magnitudes(*x) for x in zip(dtypes * 2, (tuple(kinds[kind]) for kind in KINDS), strict=True))
+            )
             for name, kinds in losses["layers"].items()
         ]
-        return cls(dtype, losses["loss_scale"], tuple(layers))
+        return cls(*dtypes, losses["loss_scale"], tuple(layers))
 
     def _advice(self, layer: str, kind: str, found: Magnitudes) -> str:
         what = kind.replace("_", " ")
         flaw = "underflow" if found.underflow >= found.overflow else "overflow"
-        text = f"{layer}: {found.share(flaw):.1%} of the {what} {flaw} in {self.dtype}: "
+        text = f"{layer}: {found.share(flaw):.1%} of the {what} {flaw} in {found.dtype}: "
         return text + self._remedy(kind, flaw, found)
 
     def _remedy(self, kind: str, flaw: str, found: Magnitudes) -> str:
+        if found.dtype.startswith("float8"):
+            return "use finer scales (--precision fp8_row or fp8_block), or leave it in 16 bits (exclude of Fp8)"
+        if found.dtype == "bfloat16":
+            return "compute the layer in float32 (jaxtrain.autocast_disabled), and check its initialization"
         otherwise = "compute the layer in float32 (jaxtrain.autocast_disabled), or use --precision bf16"
-        if self.dtype == "bfloat16":
-            otherwise = "compute the layer in float32 (jaxtrain.autocast_disabled), and check its initialization"
-        if not kind.endswith("gradients") or self.dtype == "bfloat16":
+        if not kind.endswith("gradients"):
             return otherwise
         if flaw == "overflow":
             return f"the loss scale falls after a skipped update; if this persists, {otherwise}"
@@ -209,12 +216,11 @@ class PrecisionLosses:
 
     def _octaves_needed(self, found: Magnitudes) -> int:
         """The factor, as an exponent, that raises all but 1% of the magnitudes above those rounded to zero."""
-        limit = math.floor(math.log2(float(np.array(rounding_limits(_dtype(self.dtype)).nonzero, np.int32).view("f4"))))
-        return limit - found.exponents[0] if found.exponents else 0
+        return math.floor(math.log2(found.limits[0])) - found.exponents[0] if found.exponents else 0
 
     def _headroom(self) -> int:
         """The largest factor of the loss scale, as an exponent, with which no gradient overflows."""
-        limit = math.floor(math.log2(float(jnp.finfo(_dtype(self.dtype)).max))) + 1
+        limit = math.floor(math.log2(float(jnp.finfo(_dtype(self.gradient_dtype)).max))) + 1
         gradients = [getattr(layer, kind).exponents for layer in self.layers for kind in KINDS[1::2]]
         return limit - max((ends[1] for ends in gradients if ends), default=limit)
 

@@ -1,5 +1,6 @@
 """Measure what a low precision loses: the values that it rounds, by layer, and their gradients."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,17 @@ from jaxtrain.step.loss_scale import current_scale
 from jaxtrain.step.lost_values import LayerLosses, Magnitudes, PrecisionLosses, layer_names
 from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key
 from jaxtrain.step.step import StepParts, require_fitting
-from jaxtrain.transforms import Policy, Probe, Probes, blocks_of, count_rounded, zero_probes
+from jaxtrain.transforms import (
+    E4M3,
+    Counter,
+    Counters,
+    Formats,
+    Policy,
+    count_blocks,
+    count_rounded,
+    gradient_format,
+    zero_counters,
+)
 
 
 class PrecisionMeasurement:
@@ -26,9 +37,9 @@ class PrecisionMeasurement:
         parts = step.parts
         if parts.loss.stages is not None:
             raise UserError("precision_losses does not support the mesh axis pipeline: put its devices on data or fsdp")
-        self._limits = _low_dtype(parts.loss.policy)
+        self._formats = _formats(parts.loss.policy)
         self._place = step.place
-        self.jitted = jax.jit(partial(_count, parts, self._limits), compiler_options=step.compiler_options)
+        self.jitted = jax.jit(partial(_count, parts, self._formats), compiler_options=step.compiler_options)
 
     def __call__(self, state: TrainState, batch: Any) -> PrecisionLosses:
         """Measure the first micro-batch of a batch, of which a step would compute the next update.
@@ -45,11 +56,13 @@ class PrecisionMeasurement:
     def placed(self, state: TrainState, batch: Any) -> PrecisionLosses:
         """As `__call__`, with a batch that the step's `place` has returned."""
         found, scale = jax.device_get(self.jitted(state, batch))
-        dtype = jnp.dtype(self._limits).name
+        dtypes = [jnp.dtype(dtype).name for dtype in self._formats]
         blocks = [jax.tree.map(lambda x: x[i], found.blocks) for i in range(len(found.blocks.weights))]  # noqa: B023
-        probes = [found.before, *blocks, found.after]
-        layers = [_layer(dtype, name, x) for name, x in zip(layer_names(len(blocks)), probes, strict=True)]
-        return PrecisionLosses(dtype, float(scale), tuple(x for x in layers if x.activations.total or x.weights.total))
+        parts = [found.before, *blocks, found.after]
+        layers = [_layer(dtypes, name, x) for name, x in zip(layer_names(len(blocks)), parts, strict=True)]
+        return PrecisionLosses(
+            *dtypes, float(scale), tuple(x for x in layers if x.activations.total or x.weights.total)
+        )
 
 
 @user_facing
@@ -86,17 +99,20 @@ def precision_losses(step: TrainStep) -> PrecisionMeasurement:
     return PrecisionMeasurement(step)
 
 
-def _low_dtype(policy: Policy) -> Any:
+def _formats(policy: Policy) -> Formats:
+    """Return the dtypes that a policy rounds values and their gradients to."""
+    if policy.fp8 is not None:
+        return Formats(E4M3, gradient_format(policy.fp8))
     dtype = policy.param_dtype if policy.compute_dtype is None else policy.compute_dtype
     if jnp.finfo(dtype).bits > 16:
         raise UserError(
             f"precision_losses measures what 16 bits lose, but the step computes in {jnp.dtype(dtype).name}: "
             'use precision="fp16", for example'
         )
-    return dtype
+    return Formats(dtype, dtype)
 
 
-def _count(parts: StepParts, limits: Any, state: TrainState, batch: Any) -> tuple[Probes, jax.Array]:
+def _count(parts: StepParts, formats: Formats, state: TrainState, batch: Any) -> tuple[Counters, jax.Array]:
     """Return the histograms of the first micro-batch, and the loss scale."""
     require_fitting(parts, state, batch)
     k = parts.accumulate(applied_updates(state)) if callable(parts.accumulate) else parts.accumulate
@@ -107,17 +123,19 @@ def _count(parts: StepParts, limits: Any, state: TrainState, batch: Any) -> tupl
     wide = replace(parts.loss.policy, **_in_bfloat16(parts.loss.policy))
     loss = parts.loss._replace(policy=wide, groups=None, lookups=None, gather=None)
     rest = batch, micro_batch_key(state.rng, state.micro_step), state.model_state
-    blocks = blocks_of(jax.make_jaxpr(loss.with_numerics())(state.params, *rest).jaxpr)
+    blocks = count_blocks(loss.with_numerics(), state.params, *rest)
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     is_trained = [jnp.issubdtype(x.dtype, np.floating) and not parts.frozen(path_name(p)) for p, x in leaves]
     scale = jnp.asarray(current_scale(state.loss_scale), np.float32)
 
-    def scaled_loss(probes: Probes) -> jax.Array:
-        observe = partial(count_rounded, dtype=jnp.bfloat16, limits=limits, probes=probes, is_trained=is_trained)
-        total, _, _ = loss._replace(observe=observe).compute()(state.params, *rest)
-        return scaled_mean(total, k, scale)
+    dtype = jnp.bfloat16 if wide.fp8 is None else None
 
-    return jax.grad(scaled_loss)(zero_probes(blocks, limits)), scale
+    def scaled_loss(counters: Counters) -> jax.Array:
+        observe = partial(count_rounded, dtype=dtype, formats=formats, counters=counters, is_trained=is_trained)
+        compute = loss._replace(observe=observe).compute(scales=parts.scales(state))
+        return scaled_mean(compute(state.params, *rest)[0], k, scale)
+
+    return jax.grad(scaled_loss)(zero_counters(blocks, formats)), scale
 
 
 def _in_bfloat16(policy: Policy) -> dict[str, Any]:
@@ -125,6 +143,6 @@ def _in_bfloat16(policy: Policy) -> dict[str, Any]:
     return {name: jnp.bfloat16 for name in fields if getattr(policy, name) == np.float16}
 
 
-def _layer(dtype: str, name: str, counts: Probe) -> LayerLosses:
-    parts = [pairs for kind in (counts.activations, counts.weights) for pairs in kind]
-    return LayerLosses(name, *(Magnitudes.of(dtype, pairs) for pairs in parts))
+def _layer(dtypes: Sequence[str], name: str, counts: Counter) -> LayerLosses:
+    parts = [Magnitudes.of(*x) for kind in (counts.activations, counts.weights) for x in zip(dtypes, kind, strict=True)]
+    return LayerLosses(name, *parts)

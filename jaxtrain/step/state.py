@@ -24,6 +24,7 @@ class TrainState(NamedTuple):
       rng: Key from which every micro-batch's key is folded.
       window: Accumulation window of a run that streams its micro-batches, else None.
       ema: Moving average of the trained parameters, with None for the others, or None; `averaged(state)` evaluates it.
+      scales: Scales of the precision policy with their history, or None for a policy that remembers nothing.
     """
 
     step: jax.Array
@@ -35,6 +36,7 @@ class TrainState(NamedTuple):
     rng: jax.Array
     window: Window | None
     ema: Any
+    scales: Any = None
 
 
 def micro_batch_key(rng: jax.Array, micro_step: int | jax.Array) -> jax.Array:

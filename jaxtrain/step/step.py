@@ -41,6 +41,7 @@ from jaxtrain.step.nonfinite import Nonfinite, locate_nonfinite
 from jaxtrain.step.objective import Compute, Loss
 from jaxtrain.step.partial_sums import add_last, divides_rows, with_sums, with_totals, zero_sums, zero_totals
 from jaxtrain.step.pipeline import Divided, pipelined_window
+from jaxtrain.step.probes import NO_PROBES, Probes, observed_together, zero_probes
 from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, require_state, require_trainable
 from jaxtrain.step.window_loop import LONGEST, scan_window
 from jaxtrain.transforms import Groups, Stages, unfilled_stacks
@@ -104,6 +105,11 @@ class StepParts(NamedTuple):
         """Return the parts of the same step compiled for a platform."""
         return self._with_loss(self.loss._replace(platform=platform))
 
+    def scales(self, state: TrainState) -> Probes:
+        """Return the scales that the passes of a state read; no leaves if they observe nothing."""
+        del state
+        return NO_PROBES
+
     def _with_loss(self, loss: LossProgram) -> "StepParts":
         return self._replace(loss=loss, compute_loss=loss.compute())
 
@@ -117,6 +123,7 @@ class Gradient(NamedTuple):
       metrics: The loss_fn's metrics, summed like the loss.
       model_state: Model state after the forward pass.
       nonfinite: Location of the first inf or NaN; None if it has not been looked for.
+      observed: What the passes have observed, the maximum over micro-batches.
     """
 
     grads: Any
@@ -124,6 +131,7 @@ class Gradient(NamedTuple):
     metrics: dict[str, Loss]
     model_state: Any
     nonfinite: Nonfinite | None = None
+    observed: Probes = NO_PROBES
 
 
 def init_state(
@@ -138,7 +146,7 @@ def init_state(
     trained, frozen = policy.cast_params(trained, copy=copy), policy.cast_frozen(frozen, copy=copy)
     params = merge(trained, frozen)
     zero = jnp.zeros([], np.int32)
-    return TrainState(
+    state = TrainState(
         step=zero,
         micro_step=jnp.copy(zero),
         params=params,
@@ -147,9 +155,10 @@ def init_state(
         opt_state=jax.tree.map(jnp.copy, parts.optimizer.init(trained)),
         loss_scale=parts.scaler.init(trained),
         rng=jax.random.key(seed),
-        window=empty_window(parts, params) if streaming else None,
+        window=None,
         ema=None if parts.ema is None else jax.tree.map(jnp.copy, trained),
     )
+    return state._replace(window=empty_window(parts, state)) if streaming else state
 
 
 def require_fitting(parts: StepParts, state: Any, batch: Any = None) -> None:
@@ -215,7 +224,12 @@ def micro_gradient(
       window: The window so far, if this is its last micro-batch, with which its gradients are added over groups: the
         gradient then is of `zero_totals`.
     """
-    compute_loss = parts.compute_loss if copies is None else parts.loss.compute(copies)
+    scales = parts.scales(state)
+
+    def compute_with(probes: Probes) -> Compute:
+        has_none = copies is None and not jax.tree.leaves(probes)
+        return parts.compute_loss if has_none else parts.loss.compute(copies, scales, probes)
+
     trained, frozen = partition(state.params, parts.frozen)
     rng = micro_batch_key(state.rng, state.micro_step)
     scale = current_scale(state.loss_scale)
@@ -226,13 +240,14 @@ def micro_gradient(
         join, variables = partial(with_sums, state.params), zero_sums(trained, groups)
     elif groups is not None and window is not None:
         # Of another forward pass, of which the compiler leaves only what computes the weight, usually from the batch.
-        weight = compute_loss(state.params, micro_batch, rng, state.model_state)[0].weight
+        weight = compute_with(zero_probes(scales))(state.params, micro_batch, rng, state.model_state)[0].weight
         join = partial(with_totals, state.params, window=window, factor=gradient_factor(weight, k), groups=groups)
         variables = zero_totals(window, groups)
 
-    def scaled_loss(variables: Any) -> tuple[jax.Array, Any]:
+    def scaled_loss(variables_and_probes: tuple[Any, Probes]) -> tuple[jax.Array, Any]:
+        variables, probes = variables_and_probes
         params = join(variables)
-        loss, metrics, model_state = compute_loss(params, micro_batch, rng, state.model_state)
+        loss, metrics, model_state = compute_with(probes)(params, micro_batch, rng, state.model_state)
         return scaled_mean(loss, k, scale), (loss, metrics, model_state)
 
     differentiate = jax.grad(scaled_loss, has_aux=True)
@@ -240,8 +255,8 @@ def micro_gradient(
         differentiate = loop_convolutions(differentiate, parts.loss.platform)
     if not parts.loss.is_on_mesh:  # there the compiler pipelines only loops that are written as JAX writes them
         differentiate = unfilled_stacks(differentiate, parts.loss.platform)
-    grads, (loss, metrics, model_state) = differentiate(variables)
-    return Gradient(widen(grads), loss, metrics, model_state)
+    (grads, observed), (loss, metrics, model_state) = differentiate((variables, zero_probes(scales)))
+    return Gradient(widen(grads), loss, metrics, model_state, observed=observed)
 
 
 def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: int) -> Gradient:
@@ -257,12 +272,13 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
         (window, model_state), (i, micro_batch) = carry, i_and_micro_batch
         at_i = state._replace(micro_step=state.micro_step + i, model_state=model_state)
         gradient = micro_gradient(parts, at_i, micro_batch, k, in_loop=True, copies=copies)
-        return (add_micro_batch(window, gradient.grads, gradient.loss, k), gradient.model_state), gradient.metrics
+        window = add_micro_batch(window, gradient.grads, gradient.loss, k, gradient.observed)
+        return (window, gradient.model_state), gradient.metrics
 
     numbered = (jnp.arange(k, dtype=np.int32), micro_batches)
     trained, _ = partition(state.params, parts.frozen)
     groups = parts.loss.groups
-    window = open_window(trained if groups is None else zero_sums(trained, groups))
+    window = open_window(trained if groups is None else zero_sums(trained, groups), zero_probes(parts.scales(state)))
     pipelines_layers = parts.loss.is_on_mesh and parts.loss.platform == "gpu" and k <= LONGEST
     start = window, state.model_state
     if pipelines_layers and groups is not None and groups.scatters:
@@ -274,11 +290,13 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
         last = micro_gradient(parts, at_last, micro_batch, k, copies=copies, window=window)
         grads, loss, nonfinite = add_last(window, last.grads, last.loss)
         metrics = jax.tree.map(lambda x, y: x.sum(0) + y, metrics, last.metrics)
-        return Gradient(grads, loss, metrics, last.model_state, nonfinite)
+        observed = observed_together(window.observed, last.observed)
+        return Gradient(grads, loss, metrics, last.model_state, nonfinite, observed)
     (window, model_state), metrics = scan_window(add, start, numbered, k, pipelines_layers=pipelines_layers)
     metrics = jax.tree.map(lambda x: x.sum(0), metrics)
     grads = mean_gradient(window)
-    return Gradient(grads if groups is None else groups.add(grads), window.loss, metrics, model_state, window.nonfinite)
+    grads = grads if groups is None else groups.add(grads)
+    return Gradient(grads, window.loss, metrics, model_state, window.nonfinite, window.observed)
 
 
 def _pipelined_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: int, stages: Stages) -> Gradient:
@@ -350,10 +368,10 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
     return new, update_metrics(state, new, grad_norm=grad_norm, skip=skip, lr=lr, nonfinite=nonfinite)
 
 
-def empty_window(parts: StepParts, params: Any) -> Window:
+def empty_window(parts: StepParts, state: TrainState) -> Window:
     """Return a window without micro-batches."""
-    trained, _ = partition(params, parts.frozen)
-    return open_window(trained)
+    trained, _ = partition(state.params, parts.frozen)
+    return open_window(trained, zero_probes(parts.scales(state)))
 
 
 def update_metrics(

@@ -37,7 +37,7 @@ def micro_step(parts: StepParts, state: TrainState, micro_batch: Any) -> tuple[T
         return new._replace(window=window), {**metrics, "updated": jnp.array(True)}
     k = parts.accumulate(applied_updates(state)) if callable(parts.accumulate) else parts.accumulate
     gradient = micro_gradient(parts, state, micro_batch, k)
-    window = add_micro_batch(window, gradient.grads, gradient.loss, k)
+    window = add_micro_batch(window, gradient.grads, gradient.loss, k, gradient.observed)
     state = state._replace(micro_step=state.micro_step + 1, model_state=gradient.model_state, window=window)
     new, metrics = _close_if(micro_batch_count(window) >= k, parts, state)
     return new, {**metrics, **weighted_means(window.loss, gradient.metrics)}
@@ -53,9 +53,10 @@ def flush(parts: StepParts, state: TrainState) -> tuple[TrainState, Metrics]:
 def _close_if(condition: Any, parts: StepParts, state: TrainState) -> tuple[TrainState, Metrics]:
     def close(state: TrainState) -> tuple[TrainState, Metrics]:
         window = _window(state)
-        gradient = Gradient(mean_gradient(window), window.loss, {}, state.model_state, window.nonfinite)
+        grads, loss, nonfinite, observed = mean_gradient(window), window.loss, window.nonfinite, window.observed
+        gradient = Gradient(grads, loss, {}, state.model_state, nonfinite, observed)
         new, metrics = update(parts, state, gradient)
-        return new._replace(window=empty_window(parts, state.params)), {**metrics, "updated": jnp.array(True)}
+        return new._replace(window=empty_window(parts, new)), {**metrics, "updated": jnp.array(True)}
 
     def leave_open(state: TrainState) -> tuple[TrainState, Metrics]:
         window = _window(state)

@@ -69,7 +69,7 @@ def bounds(dtype: Any) -> tuple[int, ...]:
     """Return the bounds that are counted, ascending: 0, the smallest number, the dtype's limits, powers of 2, NaN."""
     exponents = range(LOWEST, HIGHEST + 1, WIDTH)
     powers = [int(np.float32(2.0**e).view(np.int32)) for e in exponents]
-    return tuple(sorted({0, 1, *rounding_limits(dtype), *powers, _NAN}))
+    return tuple(sorted([0, 1, *rounding_limits(dtype), *powers, _NAN]))
 
 
 def count_from(x: jax.Array, dtype: Any) -> jax.Array:

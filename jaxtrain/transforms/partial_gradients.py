@@ -23,6 +23,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.transforms.biased_product import biased_product
+from jaxtrain.transforms.fp8_product import NAME as FP8_PRODUCT
+from jaxtrain.transforms.fp8_product import Product
 from jaxtrain.transforms.gathered import DIVIDED_LOOKUP, GATHERED_COPY
 from jaxtrain.transforms.groups import Groups, LastPartial, Partial
 from jaxtrain.transforms.recompute import Gradient, gradient_on_gpu
@@ -107,6 +109,8 @@ def _rule(of_rows: Groups, counts: Collection[int]) -> jaxpr.Rule:
             (x,) = args
             return [dataclasses.replace(x, value=jaxpr.bind(eqn, [x.value])[0])]
         groups, *others = {own.size: own for own in (of_rows.of_sums(x.sums) for x in args if _is_partial(x))}.values()
+        if name == FP8_PRODUCT and not others and _has_rows(args[0], groups):
+            return [_fp8_by_group(eqn, args, groups)]
         on_gpu = gradient_on_gpu(eqn)
         if not others and on_gpu is not None and _are_vectors_by_row(args, groups):
             return [_recomputed_by_group(eqn, args, on_gpu, groups)]
@@ -303,6 +307,31 @@ def _by_group(eqn: JaxprEqn, args: list[Any], rows: _Rows, groups: Groups) -> An
 
     apply.defvjp(forward, backward)
     return apply([x.value if _is_partial(x) else x for x in args], [args[i].sums for i in params])
+
+
+def _has_rows(x: Any, groups: Groups) -> bool:
+    """Return whether groups divide the rows of an operand that is no parameter."""
+    return not _is_partial(x) and x.shape[0] % groups.size == 0
+
+
+def _fp8_by_group(eqn: JaxprEqn, args: Sequence[Any], groups: Groups) -> Any:
+    """Multiply in 8 bits; the scales are those of all rows, and only the gradients by parameters are by group."""
+    x, *params = args
+    values = [p.value if _is_partial(p) else p for p in params]
+    product = Product.of([x, *values], **eqn.params, split=lambda x: _split(x, 0, groups))
+
+    @jax.custom_vjp
+    def apply(x: jax.Array, values: list[Any], sums: list[Any]) -> Any:
+        del sums
+        return jaxpr.bind(eqn, [x, *values])[0]
+
+    def backward(residuals: Any, gradient: Any) -> tuple[Any, list[Any], list[Any]]:
+        of_x, *sums = product.backward(residuals, gradient)
+        of_values = [None if _is_partial(p) else of_group.sum(0) for p, of_group in zip(params, sums, strict=True)]
+        return of_x, of_values, [groups.shard(s) for p, s in zip(params, sums, strict=True) if _is_partial(p)]
+
+    apply.defvjp(lambda x, values, sums: product.forward(x, *values), backward)
+    return apply(x, values, [p.sums for p in params if _is_partial(p)])
 
 
 def _convolution_sums(eqn: JaxprEqn, values: Sequence[Any], gradient: Any, rows: _Rows, groups: Groups) -> jax.Array:

@@ -10,6 +10,8 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.transforms.casts import is_array, is_float, to_dtype
+from jaxtrain.transforms.fp8 import Fp8
+from jaxtrain.transforms.fp8_kernels import fp8_products
 from jaxtrain.transforms.low_compute import compute_in
 from jaxtrain.transforms.precision import autocast, autocast_disabled
 from jaxtrain.transforms.stored import is_stored_low
@@ -30,6 +32,11 @@ class Policy:
       matmul_precision: As for `jax.default_matmul_precision`; "highest" is PyTorch's default for float32 products on
         GPUs.
       loss_scaling: Whether `train_step` scales the loss by default.
+      fp8: How products with a parameter are computed in 8 bits; None computes them in `compute_dtype`, as all others.
+        The parameters are the first argument of the function that the policy is applied to.
+
+    Raises:
+      UserError: `fp8` without a `compute_dtype`.
 
     Example:
       >>> x = jnp.ones((2, 2))
@@ -44,6 +51,11 @@ class Policy:
     cast_inputs: bool = False
     matmul_precision: str = "highest"
     loss_scaling: bool = False
+    fp8: Fp8 | None = None
+
+    def __post_init__(self) -> None:
+        if self.fp8 is not None and self.compute_dtype is None:
+            raise UserError("a policy with fp8 needs a compute_dtype for all other operations: use jnp.bfloat16")
 
     def cast_params(self, params: Any, *, copy: bool = True) -> Any:
         """Copy parameters or model state, converting floating-point leaves to `param_dtype`.
@@ -82,18 +94,22 @@ class Policy:
         Returns:
           The same function, computed under this policy.
         """
-        if self.compute_dtype is None:
-            inner = self._uncast(fn)
-        elif self.cast_inputs:
-            inner = compute_in(fn, self.compute_dtype, state_argnums)
-        else:
-            inner = autocast(fn, self.compute_dtype)
+        inner = self._in_dtypes(fn, state_argnums)
+        if self.fp8 is not None:
+            inner = fp8_products(inner, self.fp8)
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             with jax.default_matmul_precision(self.matmul_precision):
                 return inner(*args, **kwargs)
 
         return compute
+
+    def _in_dtypes(self, fn: Callable[..., Any], state_argnums: Collection[int]) -> Callable[..., Any]:
+        if self.compute_dtype is None:
+            return self._uncast(fn)
+        if self.cast_inputs:
+            return compute_in(fn, self.compute_dtype, state_argnums)
+        return autocast(fn, self.compute_dtype)
 
     def _uncast(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:
@@ -117,9 +133,14 @@ POLICIES = {
     "fp16": Policy(np.float32, np.float16, loss_scaling=True),
     "bf16_compute": Policy(np.float32, jnp.bfloat16, cast_inputs=True),
     "bf16_params": Policy(jnp.bfloat16),
+    "fp8": Policy(np.float32, jnp.bfloat16, fp8=Fp8()),
+    # The recipe "rowwise" of torchao's `Float8LinearConfig.from_recipe_name`.
+    "fp8_row": Policy(np.float32, jnp.bfloat16, fp8=Fp8("row", power_of_two_scales=True)),
+    "fp8_block": Policy(np.float32, jnp.bfloat16, fp8=Fp8("block")),
 }
 """Policies by name. "bf16_params" has no float32 parameters, as `model.bfloat16()`; the others have master parameters,
-which "bf16_compute" converts to bfloat16 for the computation."""
+which "bf16_compute" converts to bfloat16 for the computation. "fp8", "fp8_row" and "fp8_block" are "bf16" with 8-bit
+products."""
 
 
 def policy(precision: str | Policy) -> Policy:

@@ -15,11 +15,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jaxtrain.errors import UserError
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
+from jaxtrain.transforms.fp8_product import NAME as FP8_PRODUCT
 from jaxtrain.transforms.platform import is_gpu
 from jaxtrain.transforms.recompute import RECOMPUTED
+from jaxtrain.transforms.scaled_product import NAME as SCALED_PRODUCT
 
 BLOCK = "remat_block"
 FUSED = "fused_attention"
+_WITH_PARAMETERS = (BIASED_PRODUCT, FP8_PRODUCT, SCALED_PRODUCT)
+"""Products of a linear layer, beside those that JAX knows."""
 
 
 def products(primitive: Any, *args: Any, **params: Any) -> bool:
@@ -29,7 +33,7 @@ def products(primitive: Any, *args: Any, **params: Any) -> bool:
     compute-intensive operations of PyTorch's selective checkpointing (`torch/_functorch/partitioners.py`).
     """
     saveable: bool = jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
-    listed = primitive.name in ("ragged_dot_general", FUSED, BIASED_PRODUCT)
+    listed = primitive.name in ("ragged_dot_general", FUSED, *_WITH_PARAMETERS)
     return saveable or listed or names_attention(primitive, params) or _is_inside(products, params)
 
 
@@ -41,7 +45,7 @@ def names_attention(primitive: Any, params: Mapping[str, Any]) -> bool:
 def products_without_batch(primitive: Any, *args: Any, **params: Any) -> bool:
     """Save what JAX's `dots_with_no_batch_dims_saveable` saves, and products with their biases."""
     saveable: bool = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
-    return saveable or primitive.name == BIASED_PRODUCT or _is_inside(products_without_batch, params)
+    return saveable or primitive.name in _WITH_PARAMETERS or _is_inside(products_without_batch, params)
 
 
 def _is_inside(save: Callable[..., bool], params: Mapping[str, Any]) -> bool:

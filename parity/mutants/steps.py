@@ -145,14 +145,14 @@ MUTANTS = [
     accumulated(
         "window-only-its-last",
         add_micro_batch,
-        lambda window, grads, loss, k: add_micro_batch(
+        lambda window, grads, loss, k, _: add_micro_batch(
             window._replace(sums=jax.tree.map(jnp.zeros_like, window.sums)), grads, loss, k
         ),
     ),
     accumulated(
         "window-in-bfloat16",
         add_micro_batch,
-        lambda window, grads, loss, k: add_micro_batch(
+        lambda window, grads, loss, k, _: add_micro_batch(
             window, jax.tree.map(lambda g: g.astype(jnp.bfloat16).astype(g.dtype), grads), loss, k
         ),
         precision="fp32",

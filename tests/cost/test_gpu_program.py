@@ -231,6 +231,29 @@ def test_a_product_has_the_flops_of_its_contraction_and_leaves_the_workspace_out
     assert program.seconds == pytest.approx(max(by_bandwidth, product.flops / (0.75 * 989e12)))
 
 
+@pytest.mark.parametrize(
+    ("device", "peak"), [("h100", 1979e12), ("a100", 312e12)], ids=["of 8 bits", "of the 16 bits they are converted to"]
+)
+def test_a_product_of_8_bit_operands_has_its_own_peak_rate(device, peak):
+    m, k, n = 8192, 2048, 4096
+    text = entry(
+        f"%x = f8e5m2[{m},{k}]{{1,0}} parameter(0)",
+        f"%w = f8e4m3fn[{n},{k}]{{1,0}} parameter(1)",
+        "%s = f32[] parameter(2)",
+        CUBLAS.replace("$matmul", "$matmul$f8")
+        .replace("64,16", f"{m},{n}")
+        .replace("%x, %w", "%x, %w, %s, %s")
+        .replace('"rhs_contracting_dimensions":["0"]', '"rhs_contracting_dimensions":["1"]'),
+        f"ROOT %out = bf16[{m},{n}]{{1,0}} get-tuple-element(%y), index=0",
+    )
+    program = GpuProgram(find_target(device), text, {}, 0, 0, 0, 0)
+    (product,) = program.products
+    assert (product.by, product.dtypes) == ("cuBLAS product", "f8e5m2×f8e4m3fn→bf16")
+    assert product.flops == 2 * m * k * n
+    assert program.moved_bytes == m * k + n * k + 2 * m * n + 2 * 4
+    assert program.seconds == pytest.approx(product.flops / (0.75 * peak))
+
+
 def test_float32_products_are_told_apart_by_their_precision():
     dot = "ROOT %y = f32[64,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     operands = ("%x = f32[64,32]{1,0} parameter(0)", "%w = f32[32,16]{1,0} parameter(1)")

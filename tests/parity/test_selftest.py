@@ -202,8 +202,8 @@ def test_a_broken_loss_scale_is_detected(
 def test_micro_batches_averaged_without_their_weights_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = jaxtrain.step.step.add_micro_batch
 
-    def equal(window: Any, grads: Any, loss: Any, k: Any) -> Any:
-        return right(window, grads, loss._replace(weight=jnp.full_like(loss.weight, 4.0)), k)
+    def equal(window: Any, grads: Any, loss: Any, k: Any, observed: Any) -> Any:
+        return right(window, grads, loss._replace(weight=jnp.full_like(loss.weight, 4.0)), k, observed)
 
     monkeypatch.setattr(jaxtrain.step.step, "add_micro_batch", equal)
     (finding,) = step.accumulation()

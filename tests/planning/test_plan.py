@@ -243,6 +243,15 @@ def test_the_time_estimate_is_a_roofline():
     assert of(lambda a, b: a @ b, (n, n), (n, n), device=tensor_cores) == large / 10
     half = of(lambda a, b: a.astype(jnp.bfloat16) @ b.astype(jnp.bfloat16), (n, n), (n, n), device=tensor_cores)
     assert large / 100 < half < large / 10
+
+    def in_8_bits(a, b):
+        return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    operands = jax.ShapeDtypeStruct((n, n), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((n, n), jnp.float8_e5m2)
+    eight = jax.make_jaxpr(in_8_bits)(*operands).jaxpr
+    assert estimate_seconds(eight, dataclasses.replace(free, fp8=4 * free.half)) == large / 4
+    assert estimate_seconds(eight, free) == large
+    assert estimate_seconds(eight, dataclasses.replace(free, fp8=1e30)) == 6 * n * n / free.bandwidth
     one = of(jnp.sin, (n, n))
     assert of(lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=5)[0], (n, n)) == pytest.approx(
         5 * one

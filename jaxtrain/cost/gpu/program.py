@@ -231,6 +231,8 @@ def peak_rate(product: Product, ceilings: Ceilings) -> float:
     """Return the peak rate of a GPU for a product, in FLOP/s."""
     if product.operands[0] in ("bf16", "f16"):
         return ceilings.half
+    if product.operands[0].startswith("f8"):
+        return ceilings.eight_bit
     return ceilings.fp32 if product.full_precision or product.operands[0] == "f64" else ceilings.tf32
 
 

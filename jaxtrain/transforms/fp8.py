@@ -1,0 +1,54 @@
+"""Settings of products in 8-bit floating-point numbers."""
+
+from dataclasses import dataclass
+
+from jaxtrain.errors import UserError
+
+SCALINGS = ("tensor", "row", "block")
+OUTPUT_HEADS = (
+    *("head", "head/*", "*/head/*", "lm_head", "lm_head/*", "*/lm_head/*"),
+    *("output", "output/*", "classifier/*", "score", "score/*"),
+)
+"""Patterns of the paths of output heads, whose products stay in the compute dtype by default."""
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """How a policy computes the products with a parameter in 8-bit floating-point numbers.
+
+    Every operand is multiplied by a scale, such that its largest magnitude becomes the largest number of the format,
+    and is then rounded. A product has three such products: its own, and those of the gradients of its operands. They
+    are summed in float32.
+
+    Attributes:
+      scaling: What has a scale of its own: "tensor", each operand; "row", each of its rows along the axis that is
+        summed over (torchao's recipe "rowwise"); "block", tiles of 1×128 elements along the axis that is summed over,
+        and blocks of 128×128 elements of a parameter (DeepSeek-V3, section 3.3.2; torchao's `blockwise_fp8_training`).
+        Gradients are in e5m2 with "tensor" and in e4m3 otherwise; activations and parameters are in e4m3.
+      exclude: Patterns of the paths of parameters whose products stay in the policy's `compute_dtype`; by default those
+        of output heads, as in torchtitan and DeepSeek-V3. `*` also matches "/".
+      power_of_two_scales: Whether scales are rounded down to powers of two, as torchao's `round_scales_to_power_of_2`.
+
+    Raises:
+      UserError: `scaling` is unknown, or a pattern is empty.
+
+    Example:
+      >>> Fp8("block", exclude=("head/*",)).scaling
+      'block'
+
+    References:
+      Micikevicius et al., "FP8 Formats for Deep Learning" (2022), https://arxiv.org/abs/2209.05433; DeepSeek-AI,
+      "DeepSeek-V3 Technical Report" (2024), https://arxiv.org/abs/2412.19437.
+    """
+
+    scaling: str = "tensor"
+    exclude: tuple[str, ...] = OUTPUT_HEADS
+    power_of_two_scales: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scaling not in SCALINGS:
+            raise UserError(f"fp8 scaling {self.scaling!r} is unknown: choose one of {', '.join(SCALINGS)}")
+        if isinstance(self.exclude, str) or not all(self.exclude):
+            raise UserError(
+                f"exclude must be a tuple of patterns of parameter paths, got {self.exclude!r}: use ('head/*',)"
+            )

@@ -1,0 +1,112 @@
+"""Quantization to 8-bit floating-point numbers with scales, and products of quantized arrays.
+
+An array `x` is represented by numbers `x * scale`, rounded. The scale is that of torchao (`float8_utils.py`): the
+largest number of the format over the largest magnitude, in float32. Conversions saturate. An inf or NaN stays visible:
+its scale is 0 or NaN, so that every result that depends on it is NaN.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+E4M3 = np.dtype(jnp.float8_e4m3fn)
+E5M2 = np.dtype(jnp.float8_e5m2)
+TILE = 128
+"""Elements of a tile along the axis that is summed over, with the scaling "block"."""
+
+_LEAST_AMAX = 1e-12  # torchao's EPS
+_MANTISSA = np.uint32((1 << 23) - 1)
+
+
+class Quantized(NamedTuple):
+    """Numbers in 8 bits and their scales.
+
+    Attributes:
+      data: float8[…].
+      scale: float32, with as many axes, each of the size of `data` or of one: the numbers stand for `data / scale`.
+    """
+
+    data: jax.Array
+    scale: jax.Array
+
+
+def scale_of(amax: jax.Array, dtype: Any, *, power_of_two: bool = False) -> jax.Array:
+    """Return the scale of numbers with a largest magnitude.
+
+    Args:
+      amax: float32[…], the largest magnitudes.
+      dtype: The format.
+      power_of_two: Whether to round down to a power of two.
+
+    Returns:
+      float32[…]: 0 for inf and NaN for NaN.
+
+    Example:
+      >>> amax = jnp.array([448.0, 100.0])
+      >>> scale_of(amax, E4M3).tolist(), scale_of(amax, E4M3, power_of_two=True).tolist()
+      ([1.0, 4.480000019073486], [1.0, 4.0])
+    """
+    largest = float(jnp.finfo(dtype).max)
+    # torchao divides in float64 by at least EPS. Rounded to float32, the quotient of two float32 numbers is the same.
+    is_least = amax <= np.float32(_LEAST_AMAX)
+    scale = jnp.where(is_least, np.float32(largest / _LEAST_AMAX), np.float32(largest) / amax)
+    if not power_of_two:
+        return scale
+    bits = lax.bitcast_convert_type(scale, np.uint32) & ~_MANTISSA
+    return jnp.where(jnp.isnan(scale), scale, lax.bitcast_convert_type(bits, np.float32))
+
+
+def quantize(x: jax.Array, dtype: Any, axes: tuple[int, ...], *, power_of_two: bool = False) -> Quantized:
+    """Quantize an array with one scale for all elements along some axes.
+
+    Args:
+      x: Floating-point array.
+      dtype: The format.
+      axes: The axes along which elements share a scale.
+      power_of_two: Whether scales are powers of two.
+
+    Example:
+      >>> quantized = quantize(jnp.array([[1.0, 3.0], [0.5, 0.0]]), E4M3, (1,))
+      >>> quantized.data.astype(jnp.float32).tolist(), quantized.scale.tolist()
+      ([[144.0, 448.0], [448.0, 0.0]], [[149.3333282470703], [896.0]])
+    """
+    amax = jnp.max(jnp.abs(x), axis=axes, keepdims=True).astype(np.float32)
+    scale = scale_of(amax, dtype, power_of_two=power_of_two)
+    return Quantized(convert(x.astype(np.float32) * scale, dtype), scale)
+
+
+def convert(x: jax.Array, dtype: Any) -> jax.Array:
+    """Convert to a format; finite numbers beyond its range become its largest.
+
+    Example:
+      >>> convert(jnp.array([500.0, -1e9, jnp.nan]), E4M3).tolist()
+      [448.0, -448.0, nan]
+    """
+    largest = np.float32(jnp.finfo(dtype).max)
+    return lax.clamp(-largest, x.astype(np.float32), largest).astype(dtype)
+
+
+def dequantize(x: Quantized) -> jax.Array:
+    """Return the numbers that a quantized array stands for, in float32.
+
+    Example:
+      >>> dequantize(quantize(jnp.array([1.0, 2.0]), E4M3, (0,))).tolist()
+      [1.0, 2.0]
+    """
+    return x.data.astype(np.float32) / x.scale
+
+
+def tiles(x: jax.Array, axis: int) -> jax.Array:
+    """Split an axis into tiles of 128 elements, the last one filled with zeros: two axes instead of one.
+
+    Example:
+      >>> tiles(jnp.ones((2, 200)), 1).shape
+      (2, 2, 128)
+    """
+    n = x.shape[axis]
+    count = -(-n // TILE)
+    padding = [(0, count * TILE - n if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, padding).reshape(*x.shape[:axis], count, TILE, *x.shape[axis + 1 :])
