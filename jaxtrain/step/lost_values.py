@@ -184,13 +184,13 @@ class PrecisionLosses:
     def from_json(cls, losses: Mapping[str, Any]) -> Self:
         """Return what `to_json` wrote."""
         dtypes = losses["dtype"], losses["gradient_dtype"]
-        layers = [
-            LayerLosses(
-                name, *(Magnitudes(*x) for x in zip(dtypes * 2, (tuple(kinds[kind]) for kind in KINDS), strict=True))
-            )
-            for name, kinds in losses["layers"].items()
-        ]
-        return cls(*dtypes, losses["loss_scale"], tuple(layers))
+
+        def layer(name: str, kinds: Mapping[str, Sequence[int]]) -> LayerLosses:
+            pairs = zip(dtypes * 2, KINDS, strict=True)
+            return LayerLosses(name, *(Magnitudes(dtype, tuple(kinds[kind])) for dtype, kind in pairs))
+
+        layers = tuple(layer(name, kinds) for name, kinds in losses["layers"].items())
+        return cls(*dtypes, losses["loss_scale"], layers)
 
     def _advice(self, layer: str, kind: str, found: Magnitudes) -> str:
         what = kind.replace("_", " ")

@@ -56,7 +56,7 @@ class PrecisionMeasurement:
     def placed(self, state: TrainState, batch: Any) -> PrecisionLosses:
         """As `__call__`, with a batch that the step's `place` has returned."""
         found, scale = jax.device_get(self.jitted(state, batch))
-        dtypes = [jnp.dtype(dtype).name for dtype in self._formats]
+        values, gradients = dtypes = [jnp.dtype(dtype).name for dtype in self._formats]
         blocks = [jax.tree.map(lambda x: x[i], found.blocks) for i in range(len(found.blocks.weights))]  # noqa: B023
         parts = [found.before, *blocks, found.after]
         layers = [_layer(dtypes, name, x) for name, x in zip(layer_names(len(blocks)), parts, strict=True)]
