@@ -60,9 +60,8 @@ class PrecisionMeasurement:
         blocks = [jax.tree.map(lambda x: x[i], found.blocks) for i in range(len(found.blocks.weights))]  # noqa: B023
         parts = [found.before, *blocks, found.after]
         layers = [_layer(dtypes, name, x) for name, x in zip(layer_names(len(blocks)), parts, strict=True)]
-        return PrecisionLosses(
-            *dtypes, float(scale), tuple(x for x in layers if x.activations.total or x.weights.total)
-        )
+        counted = tuple(layer for layer in layers if layer.activations.total or layer.weights.total)
+        return PrecisionLosses(values, gradients, float(scale), counted)
 
 
 @user_facing
