@@ -21,6 +21,7 @@ from jaxtrain.step.loss_scale import LossScaleState as LossScaleState
 from jaxtrain.step.loss_scale import consecutive_skips as consecutive_skips
 from jaxtrain.step.loss_scale import current_scale as current_scale
 from jaxtrain.step.loss_scale import dynamic_loss_scale, load_state_dict, state_dict, static_loss_scale
+from jaxtrain.step.loss_scale import is_scaled as is_scaled
 from jaxtrain.step.lost_values import KINDS as KINDS
 from jaxtrain.step.lost_values import LayerLosses, Magnitudes, PrecisionLosses
 from jaxtrain.step.mistakes import accepts as accepts
@@ -32,6 +33,8 @@ from jaxtrain.step.objective import STEP_METRICS as STEP_METRICS
 from jaxtrain.step.objective import Loss
 from jaxtrain.step.objective import LossFn as LossFn
 from jaxtrain.step.objective import validated as validated
+from jaxtrain.step.per_layer_scale import per_layer_loss_scale
+from jaxtrain.step.per_layer_scale import scales_blocks as scales_blocks
 from jaxtrain.step.precision_losses import PrecisionMeasurement, precision_losses
 from jaxtrain.step.retrace import limit_recompilation as limit_recompilation
 from jaxtrain.step.state import TrainState
@@ -59,6 +62,7 @@ __all__ = [
     "eval_step",
     "leaf_name",
     "load_state_dict",
+    "per_layer_loss_scale",
     "precision_losses",
     "scale_by_learning_rate",
     "state_dict",

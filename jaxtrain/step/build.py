@@ -266,7 +266,7 @@ def train_step(
         pipeline_chunks=pipeline_chunks,
     )
     numerics = policy(precision)
-    loss = LossProgram(loss_fn, numerics, hooks=hooks or {}, unroll=unroll, remat=remat)
+    loss = LossProgram(loss_fn, numerics, hooks=hooks or {}, frozen=frozen, unroll=unroll, remat=remat)
     parts = StepParts(
         loss=loss,
         compute_loss=loss.compute(),

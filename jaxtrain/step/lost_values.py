@@ -212,7 +212,7 @@ class PrecisionLosses:
         if octaves <= self._headroom():
             scale = f"2.0**{math.ceil(math.log2(self.loss_scale)) + octaves}"
             return f"raise the loss scale, as with --loss-scale 'dynamic_loss_scale(init_scale={scale})'"
-        return f"a larger loss scale would overflow in other layers: {otherwise}"
+        return f"a larger loss scale would overflow in other layers: use per_layer_loss_scale, {otherwise}"
 
     def _octaves_needed(self, found: Magnitudes) -> int:
         """The factor, as an exponent, that raises all but 1% of the magnitudes above those rounded to zero."""

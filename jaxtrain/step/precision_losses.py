@@ -15,6 +15,7 @@ from jaxtrain.step.accumulate import scaled_mean, split_batch
 from jaxtrain.step.build import TrainStep
 from jaxtrain.step.loss_scale import current_scale
 from jaxtrain.step.lost_values import LayerLosses, Magnitudes, PrecisionLosses, layer_names
+from jaxtrain.step.probes import zero_probes
 from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key
 from jaxtrain.step.step import StepParts, require_fitting
 from jaxtrain.transforms import (
@@ -127,11 +128,12 @@ def _count(parts: StepParts, formats: Formats, state: TrainState, batch: Any) ->
     is_trained = [jnp.issubdtype(x.dtype, np.floating) and not parts.frozen(path_name(p)) for p, x in leaves]
     scale = jnp.asarray(current_scale(state.loss_scale), np.float32)
 
+    scales = parts.scales(state)
     dtype = jnp.bfloat16 if wide.fp8 is None else None
 
     def scaled_loss(counters: Counters) -> jax.Array:
         observe = partial(count_rounded, dtype=dtype, formats=formats, counters=counters, is_trained=is_trained)
-        compute = loss._replace(observe=observe).compute(scales=parts.scales(state))
+        compute = loss._replace(observe=observe).compute(scales=scales, probes=zero_probes(scales))
         return scaled_mean(compute(state.params, *rest)[0], k, scale)
 
     return jax.grad(scaled_loss)(zero_counters(blocks, formats)), scale

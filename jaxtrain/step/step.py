@@ -40,6 +40,7 @@ from jaxtrain.step.mistakes import describe, same_structure
 from jaxtrain.step.nonfinite import Nonfinite, locate_nonfinite
 from jaxtrain.step.objective import Compute, Loss
 from jaxtrain.step.partial_sums import add_last, divides_rows, with_sums, with_totals, zero_sums, zero_totals
+from jaxtrain.step.per_layer_scale import block_values, scales_of_blocks
 from jaxtrain.step.pipeline import Divided, pipelined_window
 from jaxtrain.step.probes import NO_PROBES, Probes, observed_together, zero_probes
 from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, require_state, require_trainable
@@ -107,8 +108,7 @@ class StepParts(NamedTuple):
 
     def scales(self, state: TrainState) -> Probes:
         """Return the scales that the passes of a state read; no leaves if they observe nothing."""
-        del state
-        return NO_PROBES
+        return NO_PROBES._replace(blocks=block_values(state.loss_scale))
 
     def _with_loss(self, loss: LossProgram) -> "StepParts":
         return self._replace(loss=loss, compute_loss=loss.compute())
@@ -278,10 +278,13 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
     numbered = (jnp.arange(k, dtype=np.int32), micro_batches)
     trained, _ = partition(state.params, parts.frozen)
     groups = parts.loss.groups
-    window = open_window(trained if groups is None else zero_sums(trained, groups), zero_probes(parts.scales(state)))
+    start_scales = parts.scales(state)
+    window = open_window(trained if groups is None else zero_sums(trained, groups), zero_probes(start_scales))
     pipelines_layers = parts.loss.is_on_mesh and parts.loss.platform == "gpu" and k <= LONGEST
     start = window, state.model_state
-    if pipelines_layers and groups is not None and groups.scatters:
+    # In a block with a scale of its own, the backward pass cannot add the sums of earlier micro-batches.
+    scales_blocks = start_scales.blocks is not None
+    if pipelines_layers and groups is not None and groups.scatters and not scales_blocks:
         (window, model_state), metrics = scan_window(add, start, numbered, k - 1, pipelines_layers=True)
         at_last = state._replace(micro_step=state.micro_step + (k - 1), model_state=model_state)
         micro_batch = jax.tree.map(lambda x: x[k - 1], micro_batches)
@@ -336,7 +339,8 @@ def update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tra
 
 
 def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[TrainState, Metrics]:
-    grads, loss_scale = parts.scaler.update(gradient.grads, state.loss_scale)  # unscales, checks and rescales
+    of_blocks = {} if gradient.observed.blocks is None else {"observed": gradient.observed.blocks}
+    grads, loss_scale = parts.scaler.update(gradient.grads, state.loss_scale, **of_blocks)  # unscales, checks, rescales
     skip = found_inf(loss_scale)
     nonfinite = gradient.nonfinite
     if nonfinite is None:
@@ -384,10 +388,12 @@ def update_metrics(
     nonfinite: Nonfinite,
 ) -> Metrics:
     """Return the metrics of one update, from the states before and after it."""
+    of_blocks = scales_of_blocks(old.loss_scale)
     return {
         **({} if lr is None else {"lr": lr}),
         "grad_norm": grad_norm,
         "loss_scale": jnp.asarray(current_scale(old.loss_scale), np.float32),
+        **({} if of_blocks is None else {"loss_scales": of_blocks}),
         "skipped": jnp.asarray(skip),
         "applied": applied_updates(new),
         "attempted": new.step,

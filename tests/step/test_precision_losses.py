@@ -140,6 +140,8 @@ def test_the_loss_scale_the_window_and_a_mesh_are_those_of_the_step(case):
     assert scaled.loss_scale == 2.0**9
     # The first micro-batch, whose mean is divided by 2.
     assert_same(scaled, plain(step_of(loss_scale=jt.static_loss_scale(2.0**8)).init(params), batch))
+    of_layers = step_of(loss_scale=jt.per_layer_loss_scale(LAYERS, init_scale=2.0**8))
+    assert_same(scaled, jt.precision_losses(of_layers)(of_layers.init(params), batch))
     sharded = shard(step, make_mesh("fsdp=2,data=2", jax.devices()[:4]))
     on_mesh = jt.precision_losses(sharded)(sharded.init(params), whole)
     assert_same(scaled, on_mesh, apart=2)  # sums over devices are added in another order
