@@ -6,6 +6,7 @@ The map of the package. Each line may import only from the lines above it (`test
     user_cache              the user's cache folder
     user_file               imports a user's Python file
     compilation             compilation without the persistent cache
+    threefry                random bits by operations that any kernel has
     transforms              function to function by its jaxpr: precision, remat, unroll, hooks
     cpu                     what exists for XLA:CPU alone: products, workspace, host memory
     step                    the algorithm: train_step, state, accumulation, loss scale, clipping, EMA

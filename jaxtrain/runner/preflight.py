@@ -103,10 +103,10 @@ def check_settings(recipe: Recipe) -> None:
             f"batch_size {recipe.batch_size} is not divisible by accumulate {recipe.accumulate}: "
             f"use a multiple of {recipe.accumulate}"
         )
-    if recipe.watch_precision and recipe.precision in ("fp32", "tf32"):
+    if recipe.watch_precision and recipe.precision in ("fp32", "tf32", "fp8_delayed"):
         raise UserError(
-            f"watch_precision {recipe.watch_precision} measures what 16 bits lose, but precision is "
-            f"{recipe.precision!r}: use another precision, such as fp16, or 0"
+            f"watch_precision {recipe.watch_precision} measures what 16 or 8 bits lose, which is not supported for "
+            f"precision {recipe.precision!r}: use another precision, such as fp16, or 0"
         )
     if recipe.mesh is not None and (recipe.batch_size // recipe.accumulate) % (
         n := data_parallel_size(parse_mesh(recipe.mesh))

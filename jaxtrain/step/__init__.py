@@ -37,6 +37,8 @@ from jaxtrain.step.per_layer_scale import per_layer_loss_scale
 from jaxtrain.step.per_layer_scale import scales_blocks as scales_blocks
 from jaxtrain.step.precision_losses import PrecisionMeasurement, precision_losses
 from jaxtrain.step.retrace import limit_recompilation as limit_recompilation
+from jaxtrain.step.rounding import apply_updates as apply_updates
+from jaxtrain.step.rounding import stochastic_round as stochastic_round
 from jaxtrain.step.state import TrainState
 from jaxtrain.step.state import applied_updates as applied_updates
 from jaxtrain.step.state import averaged as averaged

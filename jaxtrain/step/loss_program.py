@@ -90,7 +90,7 @@ class LossProgram(NamedTuple):
         """Whether the program is one for a mesh."""
         return self.constrain is not identity
 
-    def numerics(self) -> list[Callable[..., Any]]:
+    def numerics(self, scales: Any = None, probes: Any = None) -> list[Callable[..., Any]]:
         """Return the first transforms, in order of application; they decide the dtype of every operation."""
         return [
             # Innermost, so that an error about the loss_fn's result names what the loss_fn itself returned.
@@ -100,7 +100,7 @@ class LossProgram(NamedTuple):
             # Before autocast, so that a parameter's hook receives the float32 gradient, as in PyTorch.
             partial(add_hooks, hooks=self.hooks),
             # Decides every operation's dtype; what follows only changes how operations are computed.
-            partial(self.policy.apply, state_argnums=(3,)),
+            partial(self.policy.apply, state_argnums=(3,), scales=scales, probes=probes),
         ]
 
     def transforms(
@@ -108,7 +108,7 @@ class LossProgram(NamedTuple):
     ) -> list[Callable[..., Any]]:
         """Return the transforms in order of application: each rewrites the program of all before it."""
         return [
-            *self.numerics(),
+            *self.numerics(scales.products, probes.products),
             # After autocast, whose roundings it observes.
             self.observe,
             # After autocast, in whose dtypes the copies are.

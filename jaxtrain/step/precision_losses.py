@@ -81,7 +81,7 @@ def precision_losses(step: TrainStep) -> PrecisionMeasurement:
       A function (state, batch) → `PrecisionLosses`, which changes neither.
 
     Raises:
-      UserError: The step's precision is float32 or float64, or its mesh has the axis pipeline.
+      UserError: The step's precision is float32, float64 or `fp8_delayed`, or its mesh has the axis pipeline.
 
     Example:
       >>> import optax
@@ -102,6 +102,10 @@ def precision_losses(step: TrainStep) -> PrecisionMeasurement:
 def _formats(policy: Policy) -> Formats:
     """Return the dtypes that a policy rounds values and their gradients to."""
     if policy.fp8 is not None:
+        if policy.fp8.is_delayed:
+            raise UserError(
+                "precision_losses does not support fp8 with scaling 'delayed': measure with precision=\"fp8\""
+            )
         return Formats(E4M3, gradient_format(policy.fp8))
     dtype = policy.param_dtype if policy.compute_dtype is None else policy.compute_dtype
     if jnp.finfo(dtype).bits > 16:

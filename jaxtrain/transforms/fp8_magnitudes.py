@@ -19,7 +19,7 @@ def scaled_rows(fp8: Fp8, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Arra
     """
     if fp8.scaling == "block":
         x = tiles(x, x.ndim - 1)
-    return _scaled(fp8, x, dtype, tuple(range(x.ndim)) if fp8.scaling == "tensor" else (x.ndim - 1,))
+    return _scaled(fp8, x, dtype, tuple(range(x.ndim)) if fp8.is_per_tensor else (x.ndim - 1,))
 
 
 def scaled_kernel(fp8: Fp8, kernel: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
