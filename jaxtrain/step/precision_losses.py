@@ -103,9 +103,7 @@ def _formats(policy: Policy) -> Formats:
     """Return the dtypes that a policy rounds values and their gradients to."""
     if policy.fp8 is not None:
         if policy.fp8.is_delayed:
-            raise UserError(
-                "precision_losses does not support fp8 with scaling 'delayed': measure with precision=\"fp8\""
-            )
+            raise UserError("precision_losses does not support fp8 scaling 'delayed': measure precision=\"fp8\"")
         return Formats(E4M3, gradient_format(policy.fp8))
     dtype = policy.param_dtype if policy.compute_dtype is None else policy.compute_dtype
     if jnp.finfo(dtype).bits > 16:
