@@ -30,7 +30,7 @@ from jaxtrain.runner.optimizer import (
 from jaxtrain.step import CompilerOptions, TrainState, validated
 from jaxtrain.transforms import Schedule, format_uses, kernel_uses, remat
 
-_MAY_BE_ZERO = {"warmup_steps", "seed", "allow_recompile", "keep_best", "workers"}
+_MAY_BE_ZERO = {"watch_precision", "warmup_steps", "seed", "allow_recompile", "keep_best", "workers"}
 _OF_RUN = {field.name for field in dataclasses.fields(Recipe)}
 # Steps are counted in int32. Larger sizes of a model are mistakes that would be traced or allocated.
 _MOST_OF_RUN, _MOST_WIDE = 2**31 - 1, 2**20
@@ -102,6 +102,11 @@ def check_settings(recipe: Recipe) -> None:
         raise UserError(
             f"batch_size {recipe.batch_size} is not divisible by accumulate {recipe.accumulate}: "
             f"use a multiple of {recipe.accumulate}"
+        )
+    if recipe.watch_precision and recipe.precision in ("fp32", "tf32", "fp8_delayed"):
+        raise UserError(
+            f"watch_precision {recipe.watch_precision} measures what 16 or 8 bits lose, which is not supported for "
+            f"precision {recipe.precision!r}: use another precision, such as fp16, or 0"
         )
     if recipe.mesh is not None and (recipe.batch_size // recipe.accumulate) % (
         n := data_parallel_size(parse_mesh(recipe.mesh))
