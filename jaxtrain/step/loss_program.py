@@ -67,6 +67,7 @@ class LossProgram(NamedTuple):
       gather: Gathers the parameters of which every device keeps a copy for the window; None to keep none.
       stages: Stages of a pipeline that a window's micro-batches pass through; None for no pipeline.
       of_head: How the stages divide the rows of what follows the layers; None if each computes all of it.
+      observe: Adds functions that observe values; the identity in a training step.
     """
 
     loss_fn: LossFn
@@ -82,6 +83,7 @@ class LossProgram(NamedTuple):
     gather: Gather | None = None
     stages: Stages | None = None
     of_head: RowDivision | None = None
+    observe: Callable[[Compute], Compute] = identity
 
     @property
     def is_on_mesh(self) -> bool:
@@ -107,6 +109,8 @@ class LossProgram(NamedTuple):
         """Return the transforms in order of application: each rewrites the program of all before it."""
         return [
             *self.numerics(scales.products, probes.products),
+            # After autocast, whose roundings it observes.
+            self.observe,
             # After autocast, in whose dtypes the copies are.
             identity if copies is None else partial(with_copies, copies=copies),
             # After autocast, whose products it differentiates group by group.
@@ -155,9 +159,13 @@ class LossProgram(NamedTuple):
             return None
         return self.gather(params, self.used_dtypes(params, *rest))
 
+    def with_numerics(self) -> Compute:
+        """Return the loss_fn with the first transforms only."""
+        return self._apply(self.numerics())
+
     def used_dtypes(self, params: Any, *rest: Any) -> Any:
         """Return the dtypes in which `compute(params, …)` uses the parameters; None for tables that it looks up in."""
-        return used_dtypes(self._apply(self.numerics()))(params, *rest)
+        return used_dtypes(self.with_numerics())(params, *rest)
 
     def _apply(self, transforms: Sequence[Callable[..., Any]]) -> Any:
         return reduce(lambda compute, transform: transform(compute), transforms, self.loss_fn)

@@ -27,6 +27,7 @@ from jaxtrain.step.accumulate import (
     mean_gradient,
     nonzero_weight,
     open_window,
+    scaled_mean,
     split_batch,
 )
 from jaxtrain.step.arithmetic import widen
@@ -277,9 +278,7 @@ def micro_gradient(
         variables, probes = variables_and_probes
         params = join(variables)
         loss, metrics, model_state = compute_with(probes)(params, micro_batch, rng, state.model_state)
-        # The mean over k, as PyTorch's loops divide it, so that fp16 overflows and underflows at the same scales.
-        mean = loss.total / (nonzero_weight(loss.weight) * jnp.asarray(k, loss.weight.dtype))
-        return mean * jnp.asarray(scale, mean.dtype), (loss, metrics, model_state)
+        return scaled_mean(loss, k, scale), (loss, metrics, model_state)
 
     differentiate = jax.grad(scaled_loss, has_aux=True)
     if in_loop:
