@@ -12,6 +12,7 @@ from jaxtrain.transforms.exponents import bounds as bounds
 from jaxtrain.transforms.exponents import rounding_limits as rounding_limits
 from jaxtrain.transforms.fp8 import Fp8
 from jaxtrain.transforms.fp8_kernels import KernelUse as KernelUse
+from jaxtrain.transforms.fp8_kernels import format_uses as format_uses
 from jaxtrain.transforms.fp8_kernels import kernel_uses as kernel_uses
 from jaxtrain.transforms.fp8_operands import gradient_format as gradient_format
 from jaxtrain.transforms.fp8_scales import E4M3 as E4M3

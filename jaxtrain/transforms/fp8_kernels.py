@@ -107,6 +107,18 @@ def kernel_uses(fn: Callable[..., Any], fp8: Fp8, *args: Any) -> list[KernelUse]
     return uses
 
 
+def format_uses(uses: Sequence[KernelUse]) -> str:
+    """Return which kernels are in 8 bits and which are not, in one line.
+
+    Example:
+      >>> format_uses([KernelUse("blocks/fc/kernel", 12, None), KernelUse("head/kernel", 1, "excluded")])
+      '12 kernels; not in 8 bits: head/kernel (excluded)'
+    """
+    low = sum(use.kernels for use in uses if use.reason is None)
+    others = ", ".join(f"{use.path} ({use.reason})" for use in uses if use.reason is not None)
+    return f"{low} kernel{'s' * (low != 1)}" + (f"; not in 8 bits: {others}" if others else "")
+
+
 def _none_qualifies(uses: Sequence[KernelUse]) -> str:
     found = "; ".join(dict.fromkeys(f"{use.path or 'params'} ({use.reason})" for use in uses)) or "no parameter is one"
     return (

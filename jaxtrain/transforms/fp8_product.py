@@ -155,7 +155,7 @@ class Product(NamedTuple):
         axes = tuple(range(gradient.ndim - 1))
         if self.split is None:
             return wide.sum(axes, keepdims=True).astype(dtype)
-        return self.split(wide).sum(tuple(axis + 1 for axis in axes), keepdims=True)[:, 0].astype(dtype)
+        return self.split(wide).sum(tuple(axis + 1 for axis in axes), keepdims=True).astype(dtype)
 
 
 def _amax(x: jax.Array) -> jax.Array:
