@@ -7,6 +7,7 @@ import dataclasses
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jaxtrain as jt
 from jaxtrain.observe import read_record
@@ -19,6 +20,7 @@ SCALES = {
     "loss scale 65536": "static_loss_scale(scale=65536.0)",
 }
 STEPS, GAP = 41, 16
+SMALL: dict[str, Any] = {"steps": STEPS, "precision": "fp16", "n_layer": 6, "n_embd": 64}
 STYLE = """text { fill: #5b6370; font: 12px system-ui, sans-serif }
 .title { fill: #1c1c1e; font-weight: 600; font-size: 14px }
 .bar { fill: #2563eb } .zero, .overflow { fill: #c81e1e; opacity: .16 } .subnormal { fill: #c2570c; opacity: .16 }
@@ -27,7 +29,7 @@ STYLE = """text { fill: #5b6370; font: 12px system-ui, sans-serif }
 
 def figure(folder: Path, title: str, loss_scale: str) -> str:
     """Train a small model and return the figure of its gradients at the last step."""
-    small = dataclasses.replace(RECIPES["gpt-stdlib"], steps=STEPS, precision="fp16", n_layer=6, n_embd=64)
+    small = dataclasses.replace(RECIPES["gpt-stdlib"], **SMALL)
     recipe = dataclasses.replace(small, loss_scale=loss_scale, watch_precision=STEPS - 1, eval_every=STEPS)
     run = jt.fit(recipe, folder / title, quiet=True).run
     line = read_record(run).precision
