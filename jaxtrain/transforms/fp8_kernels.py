@@ -137,7 +137,8 @@ def _rewritten(
         leaves = jax.tree_util.tree_leaves_with_path(params)
         excluded = Matching(fp8.exclude)
         is_none = partial(operator.is_, None)
-        of_leaves = [jax.tree.leaves(tree, is_leaf=is_none) for tree in (scales, probes)]
+        trees = () if scales is None else (scales, probes)
+        of_leaves = [jax.tree.leaves(tree, is_leaf=is_none) for tree in trees]
         given_scales = [None if s is None else KernelScales(s, p) for s, p in zip(*of_leaves, strict=True)]
 
         def evaluate(closed: ClosedJaxpr, values: list[Any]) -> list[Any]:
