@@ -1,5 +1,6 @@
 """Delayed scaling of fp8 products follows TransformerEngine's formulas, in windows, on meshes and across restarts."""
 
+import collections
 import contextlib
 import functools
 from pathlib import Path
@@ -16,6 +17,7 @@ import jaxtrain as jt
 from jaxtrain.distributed import make_mesh, shard
 from jaxtrain.planning import state_parts
 from jaxtrain.runner.state_files import StateFiles
+from jaxtrain.step import TrainState
 from jaxtrain.transforms import Fp8
 
 K = 3
@@ -195,6 +197,21 @@ def test_streamed_windows_have_the_scales_of_whole_ones_and_resume_within_a_wind
             assert float(state.window.observed.products["shared"][0]) > 0
         state, _ = step.micro(state, micro_batch)
     assert_same(state, after(4))
+
+
+def test_a_checkpoint_from_before_a_field_was_added_is_restored(tmp_path):
+    step = jt.train_step(loss_fn, optax.sgd(1.0), accumulate=K)
+    state = step.init(parameters(), streaming=True)
+    fields = collections.namedtuple("TrainState", TrainState._fields[:9])
+    window = collections.namedtuple("Window", state.window._fields[:3])(*state.window[:3])
+    with contextlib.closing(StateFiles()) as files:
+        files.save(Path(tmp_path) / "0" / "state", fields(*state[:9])._replace(window=window))
+        files.wait()
+        restored = files.read(Path(tmp_path) / "0" / "state", state)
+        assert jax.tree.structure(restored) == jax.tree.structure(state)
+        delayed = short_step().init(parameters(), streaming=True)
+        with pytest.raises(jt.UserError, match=r"has nothing at scales/.* where this recipe's state has float32"):
+            files.read(Path(tmp_path) / "0" / "state", delayed)
 
 
 @pytest.mark.slow
