@@ -15,6 +15,7 @@ from jaxtrain.optim.blockwise import BLOCK as BLOCK
 from jaxtrain.optim.blockwise import Blockwise as Blockwise
 from jaxtrain.optim.dynamic_map import SIGNED as SIGNED
 from jaxtrain.optim.dynamic_map import UNSIGNED as UNSIGNED
+from jaxtrain.optim.eight_bit import MIN_8BIT_SIZE as MIN_8BIT_SIZE
 from jaxtrain.optim.eight_bit import adam8bit, adamw8bit, sgd8bit
 from jaxtrain.optim.expression import OPTIMIZERS as OPTIMIZERS
 from jaxtrain.optim.expression import SCHEDULES as SCHEDULES
