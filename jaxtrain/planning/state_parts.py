@@ -58,7 +58,9 @@ def state_parts(state: TrainState, frozen: Frozen) -> list[StatePart]:
         "trained parameters": trained,
         "optimizer state": state.opt_state,
         "moving average": state.ema,
+        "compensation of the parameters": state.compensation,
         "model state": state.model_state,
+        "scales of 8-bit products": state.scales,
         "gradients of the window": state.window,
     }
     return [
