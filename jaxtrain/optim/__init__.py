@@ -4,6 +4,8 @@ Not included: LBFGS, whose step is not a function of one gradient, because its l
 of times; SparseAdam, because JAX's gradients are dense.
 """
 
+from jaxtrain.optim import blockwise as blockwise
+from jaxtrain.optim import eight_bit as eight_bit
 from jaxtrain.optim.adadelta import adadelta
 from jaxtrain.optim.adafactor import adafactor
 from jaxtrain.optim.adagrad import adagrad
