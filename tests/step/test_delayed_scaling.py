@@ -298,6 +298,14 @@ def test_a_state_of_another_step_is_refused():
         longer(state, batch)
 
 
+def test_without_a_state_operands_are_scaled_by_their_own_magnitudes():
+    batch = next(micro_batches(3))
+    losses = [
+        jt.eval_step(loss_fn, precision=precision)(after(1), batch)["loss"].total for precision in (policy(), "fp8")
+    ]
+    assert losses[0] == losses[1] != 0
+
+
 def test_a_pipeline_refuses_delayed_scaling():
     rules = {"layers": PartitionSpec("pipeline"), ".*": PartitionSpec()}
     with pytest.raises(jt.UserError, match=r"delayed scaling of fp8 is not supported in a pipeline: .*precision='fp8'"):
