@@ -7,7 +7,7 @@ tensor, another format, or an operand of another step is a difference of 1e-3.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,25 +16,24 @@ from parity.bars import FIRST_BAR
 from parity.case import Case
 from parity.compare import Verdict, relative
 from parity.divergence import Divergence
-from parity.examination import Examination, program_of
-from parity.float64 import compare
+from parity.examination import Examination
 from parity.record import Record
 from parity.settings import Settings
 
 
-def examine_quantized(case: Case, precision: str, locate: bool, settings: Settings) -> Examination:
-    """Compare a case in a precision of `parity.settings.EXACT`; with `locate`, find which quantization differs."""
-    _, examination = compare(case, program_of(case, precision, settings), settings)
-    if not locate or examination.verdict.passed:
-        return examination
-    return replace(examination, verdict=_placed(case, precision, examination, settings))
+def place_quantization(
+    case: Case, precision: str, examination: Examination, exact: Verdict, settings: Settings
+) -> Verdict:
+    """Add which quantization differs, or where the case differs in float64 as well.
 
-
-def _placed(case: Case, precision: str, examination: Examination, settings: Settings) -> Verdict:
-    from parity.run import check
-
+    Args:
+      case: The case.
+      precision: One of `parity.settings.EXACT`.
+      examination: The examination of the case, which differs.
+      exact: The verdict on the case in fp64.
+      settings: The settings.
+    """
     verdict = examination.verdict
-    exact = check(case, locate=True, **asdict(settings))
     if not exact.passed:
         return replace(exact, faults=verdict.faults, stage=f"in fp64 as well: {exact.stage or exact.faults[0]}")
     found = _first(case, precision, examination, settings)

@@ -14,7 +14,6 @@ from parity.float64 import compare
 from parity.low_precision import repeated
 from parity.placing import arises, place
 from parity.progress import Listener, report, reported_to
-from parity.quantized import examine_quantized
 from parity.reference import Reference, live_reference
 from parity.settings import EXACT, FP8, Settings, in_double, validate
 
@@ -182,5 +181,16 @@ def _placed_low(case: Case, precision: str, verdict: Verdict, settings: Settings
     return replace(verdict, unlocated=f"agrees in fp64, differs in {precision}: {reason}")
 
 
-_EXAMINE = {"fp64": _examine_float64, **{EXACT + name: examine_quantized for name in FP8}}
+def _examine_quantized(case: Case, precision: str, locate: bool, settings: Settings) -> Examination:
+    """Compare quantization in float64; with `locate`, find which one differs."""
+    _, examination = compare(case, program_of(case, precision, settings), settings)
+    if not locate or examination.verdict.passed:
+        return examination
+    from parity.quantized import place_quantization
+
+    exact = check(case, locate=True, **asdict(settings))
+    return replace(examination, verdict=place_quantization(case, precision, examination, exact, settings))
+
+
+_EXAMINE = {"fp64": _examine_float64, **{EXACT + name: _examine_quantized for name in FP8}}
 """How each precision is examined that is not a low one."""
