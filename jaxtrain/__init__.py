@@ -49,17 +49,19 @@ if TYPE_CHECKING:
         eval_step,
         leaf_name,
         per_layer_loss_scale,
+        precision_losses,
         static_loss_scale,
         train_step,
     )
     from jaxtrain.torch_import import ImportedModel, SavedModel, from_torch, load_imported
-    from jaxtrain.transforms import Policy, autocast, autocast_disabled, block, hook, kernel
+    from jaxtrain.transforms import Fp8, Policy, autocast, autocast_disabled, block, hook, kernel
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Audio",
     "EffectiveBatch",
+    "Fp8",
     "Image",
     "ImportedModel",
     "Initial",
@@ -87,6 +89,7 @@ __all__ = [
     "leaf_name",
     "load_imported",
     "per_layer_loss_scale",
+    "precision_losses",
     "static_loss_scale",
     "train_step",
 ]
@@ -99,10 +102,11 @@ _MODULES = {
     "run": ("Audio", "Image", "Initial", "Predictions", "Recipe", "Table", "Task", "Text"),
     "step": (
         *("Loss", "TrainState", "TrainStep", "dynamic_loss_scale"),
-        *("eval_step", "leaf_name", "per_layer_loss_scale", "static_loss_scale", "train_step"),
+        *("eval_step", "leaf_name", "per_layer_loss_scale", "precision_losses"),
+        *("static_loss_scale", "train_step"),
     ),
     "torch_import": ("ImportedModel", "SavedModel", "from_torch", "load_imported"),
-    "transforms": ("Policy", "autocast", "autocast_disabled", "block", "hook", "kernel"),
+    "transforms": ("Fp8", "Policy", "autocast", "autocast_disabled", "block", "hook", "kernel"),
 }
 
 
