@@ -104,9 +104,11 @@ def draw(found: dict[str, Run]) -> None:
     plt.rcParams |= {"svg.hashsalt": "layer_scales", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}
     figure, (left, right) = plt.subplots(ncols=2, figsize=(8.0, 3.4), layout="constrained")
     colors = dict(zip(found, (TRUTH, SINGLE, RULE, ADAPTIVE), strict=True))
-    styles = {"float32": {"linewidth": 3.5, "alpha": 0.25}, "by layer": {"linestyle": "--"}}
     for name, run in found.items():
-        left.plot(_smooth(run.losses), color=colors[name], label=name, **{"linewidth": 1.2} | styles.get(name, {}))
+        is_truth = name == "float32"
+        line = "--" if name == "by layer" else "-"
+        width, alpha = (3.5, 0.25) if is_truth else (1.2, 1.0)
+        left.plot(_smooth(run.losses), color=colors[name], label=name, linestyle=line, linewidth=width, alpha=alpha)
     left.set(xlabel="update", ylabel="loss", title="Training loss, mean of 10 updates")
     left.legend(frameon=False)
     for name in ("one scale", "by layer", "by layer, adaptive"):
