@@ -6,6 +6,7 @@ The map of the package. Each line may import only from the lines above it (`test
     user_cache              the user's cache folder
     user_file               imports a user's Python file
     compilation             compilation without the persistent cache
+    threefry                random bits by operations that any kernel has
     transforms              function to function by its jaxpr: precision, remat, unroll, hooks
     cpu                     what exists for XLA:CPU alone: products, workspace, host memory
     step                    the algorithm: train_step, state, accumulation, loss scale, clipping, EMA
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         eval_step,
         leaf_name,
         per_layer_loss_scale,
+        precision_losses,
         static_loss_scale,
         train_step,
     )
@@ -86,6 +88,7 @@ __all__ = [
     "leaf_name",
     "load_imported",
     "per_layer_loss_scale",
+    "precision_losses",
     "static_loss_scale",
     "train_step",
 ]
@@ -98,7 +101,8 @@ _MODULES = {
     "run": ("Audio", "Image", "Initial", "Predictions", "Recipe", "Table", "Task", "Text"),
     "step": (
         *("Loss", "TrainState", "TrainStep", "dynamic_loss_scale"),
-        *("eval_step", "leaf_name", "per_layer_loss_scale", "static_loss_scale", "train_step"),
+        *("eval_step", "leaf_name", "per_layer_loss_scale", "precision_losses"),
+        *("static_loss_scale", "train_step"),
     ),
     "torch_import": ("ImportedModel", "SavedModel", "from_torch", "load_imported"),
     "transforms": ("Policy", "autocast", "autocast_disabled", "block", "hook", "kernel"),

@@ -27,6 +27,7 @@ from jaxtrain.step.accumulate import (
     mean_gradient,
     nonzero_weight,
     open_window,
+    scaled_mean,
     split_batch,
 )
 from jaxtrain.step.arithmetic import widen
@@ -42,7 +43,15 @@ from jaxtrain.step.partial_sums import add_last, divides_rows, with_sums, with_t
 from jaxtrain.step.per_layer_scale import block_values, scales_of_blocks
 from jaxtrain.step.pipeline import Divided, pipelined_window
 from jaxtrain.step.probes import NO_PROBES, Probes, observed_together, zero_probes
-from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, require_state, require_trainable
+from jaxtrain.step.rounding import apply_updates, init_compensation
+from jaxtrain.step.state import (
+    TrainState,
+    applied_updates,
+    micro_batch_key,
+    require_state,
+    require_trainable,
+    rounding_key,
+)
 from jaxtrain.step.window_loop import LONGEST, scan_window
 from jaxtrain.transforms import Groups, Stages, unfilled_stacks
 
@@ -107,7 +116,8 @@ class StepParts(NamedTuple):
 
     def scales(self, state: TrainState) -> Probes:
         """Return the scales that the passes of a state read; no leaves if they observe nothing."""
-        return NO_PROBES._replace(blocks=block_values(state.loss_scale))
+        products = None if state.scales is None else state.scales.scale
+        return Probes(products=products, blocks=block_values(state.loss_scale))
 
     def _with_loss(self, loss: LossProgram) -> "StepParts":
         return self._replace(loss=loss, compute_loss=loss.compute())
@@ -156,6 +166,8 @@ def init_state(
         rng=jax.random.key(seed),
         window=None,
         ema=None if parts.ema is None else jax.tree.map(jnp.copy, trained),
+        scales=policy.init_scales(params),
+        compensation=init_compensation(policy.param_rounding, trained),
     )
     return state._replace(window=empty_window(parts, state)) if streaming else state
 
@@ -171,12 +183,31 @@ def require_fitting(parts: StepParts, state: Any, batch: Any = None) -> None:
             f"the state has {has}, but this step expects {expects}: create it with this step's init(params), "
             "or give both steps the same precision and loss_scale"
         )
+    _require_scales(parts, state)
     if (state.ema is None) != (parts.ema is None):
         has = "no moving average" if state.ema is None else "a moving average"
         raise UserError(
             f"the state has {has} of the parameters, but this step has ema={parts.ema}: create it with this step's "
             f"init(params), or use state._replace(ema={'state.params' if state.ema is None else None})"
         )
+    rounding = parts.loss.policy.param_rounding
+    if (state.compensation is None) != (rounding != "kahan"):
+        has = "no compensation" if state.compensation is None else "a compensation"
+        raise UserError(
+            f"the state has {has} of its parameters' rounding, but this step has param_rounding {rounding!r}: create "
+            "it with this step's init(params), or give both steps the same precision"
+        )
+
+
+def _require_scales(parts: StepParts, state: TrainState) -> None:
+    expected = jax.eval_shape(parts.loss.policy.init_scales, state.params)
+    if jax.tree.map(jnp.shape, expected) != jax.tree.map(jnp.shape, state.scales):
+        has = "no scales" if state.scales is None else "other scales"
+        remedy = "create it with this step's init(params)"
+        if expected is None:
+            has, remedy = "scales", f"{remedy}, or use state._replace(scales=None)"
+        expects = "none" if expected is None else "those of delayed scaling"
+        raise UserError(f"the state has {has} of products in 8 bits, but this step expects {expects}: {remedy}")
 
 
 def _loss_scale_name(loss_scale: Any) -> str:
@@ -247,9 +278,7 @@ def micro_gradient(
         variables, probes = variables_and_probes
         params = join(variables)
         loss, metrics, model_state = compute_with(probes)(params, micro_batch, rng, state.model_state)
-        # The mean over k, as PyTorch's loops divide it, so that fp16 overflows and underflows at the same scales.
-        mean = loss.total / (nonzero_weight(loss.weight) * jnp.asarray(k, loss.weight.dtype))
-        return mean * jnp.asarray(scale, mean.dtype), (loss, metrics, model_state)
+        return scaled_mean(loss, k, scale), (loss, metrics, model_state)
 
     differentiate = jax.grad(scaled_loss, has_aux=True)
     if in_loop:
@@ -354,14 +383,16 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
     mean_loss = gradient.loss.total / nonzero_weight(gradient.loss.weight)
     updates, opt_state = parts.optimizer.update(grads, state.opt_state, trained, value=mean_loss)
     lr = used_learning_rate(opt_state)
-    new_trained = jax.tree.map(_apply_update, trained, updates)
+    key = rounding_key(state.rng, state.step)
+    rounding = parts.loss.policy.param_rounding
+    new_trained, compensation = apply_updates(rounding, trained, updates, state.compensation, key)
     old_ema = ema = state.ema
     if parts.ema is not None:
         old_ema, _ = partition(state.ema, parts.frozen)  # in case it was set to all parameters
         ema = update_ema(old_ema, new_trained, parts.ema, is_first=applied_updates(state) == 0)
 
-    before = trained, state.opt_state, old_ema
-    new_trained, opt_state, ema = _restore_if(skip, before, (new_trained, opt_state, ema))
+    before = trained, state.opt_state, old_ema, state.compensation
+    new_trained, opt_state, ema, compensation = _restore_if(skip, before, (new_trained, opt_state, ema, compensation))
     new = state._replace(
         step=state.step + 1,
         params=merge(new_trained, frozen),
@@ -369,6 +400,8 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
         opt_state=opt_state,
         loss_scale=loss_scale,
         ema=ema,
+        scales=parts.loss.policy.next_scales(state.scales, gradient.observed.products),
+        compensation=compensation,
     )
     return new, update_metrics(state, new, grad_norm=grad_norm, skip=skip, lr=lr, nonfinite=nonfinite)
 
@@ -412,9 +445,3 @@ def weighted_means(loss: Loss, metrics: dict[str, Loss]) -> Metrics:
 def _restore_if(skip: jax.Array | bool, old: Any, new: Any) -> Any:
     """Return `old` for a skipped update. Selected rather than added to zero, so that not even a -0.0 changes."""
     return new if skip is False else jax.tree.map(lambda o, n: jnp.where(skip, o, n), old, new)
-
-
-def _apply_update(param: jax.Array, update: jax.Array) -> jax.Array:
-    """Return their sum, rounded once to the parameter's dtype."""
-    dtype = np.promote_types(param.dtype, update.dtype)
-    return (param.astype(dtype) + update.astype(dtype)).astype(param.dtype)

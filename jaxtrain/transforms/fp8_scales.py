@@ -73,9 +73,18 @@ def quantize(x: jax.Array, dtype: Any, axes: tuple[int, ...], *, power_of_two: b
       >>> quantized.data.astype(jnp.float32).tolist(), quantized.scale.tolist()
       ([[144.0, 448.0], [448.0, 0.0]], [[149.3333282470703], [896.0]])
     """
-    amax = jnp.max(jnp.abs(x), axis=axes, keepdims=True).astype(np.float32)
-    scale = scale_of(amax, dtype, power_of_two=power_of_two)
+    scale = scale_of(largest_magnitude(x, axes), dtype, power_of_two=power_of_two)
+    return scaled(x, dtype, scale)
+
+
+def scaled(x: jax.Array, dtype: Any, scale: jax.Array) -> Quantized:
+    """Quantize an array with scales, with as many axes as it has."""
     return Quantized(convert(x.astype(np.float32) * scale, dtype), scale)
+
+
+def largest_magnitude(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Return the largest magnitudes along some axes, which become 1, in float32."""
+    return jnp.max(jnp.abs(x), axis=axes, keepdims=True).astype(np.float32)
 
 
 def convert(x: jax.Array, dtype: Any) -> jax.Array:

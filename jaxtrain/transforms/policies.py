@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.transforms.casts import is_array, is_float, to_dtype
+from jaxtrain.transforms.delayed_scales import DelayedScales, init_scales, next_scales
 from jaxtrain.transforms.fp8 import Fp8
 from jaxtrain.transforms.fp8_kernels import fp8_products
 from jaxtrain.transforms.low_compute import compute_in
@@ -34,9 +35,13 @@ class Policy:
       loss_scaling: Whether `train_step` scales the loss by default.
       fp8: How products with a parameter are computed in 8 bits; None computes them in `compute_dtype`, as all others.
         The parameters are the first argument of the function that the policy is applied to.
+      param_rounding: How `train_step` rounds updated bfloat16 parameters: to "nearest"; "stochastic", up or down with
+        the probabilities by which the expectation is exact; or "kahan", to nearest with what was lost added to the next
+        update.
 
     Raises:
-      UserError: `fp8` without a `compute_dtype`.
+      UserError: `fp8` without a `compute_dtype`; `param_rounding` is unknown, or is not "nearest" for parameters that
+        are not bfloat16.
 
     Example:
       >>> x = jnp.ones((2, 2))
@@ -52,10 +57,21 @@ class Policy:
     matmul_precision: str = "highest"
     loss_scaling: bool = False
     fp8: Fp8 | None = None
+    param_rounding: str = "nearest"
 
     def __post_init__(self) -> None:
         if self.fp8 is not None and self.compute_dtype is None:
             raise UserError("a policy with fp8 needs a compute_dtype for all other operations: use jnp.bfloat16")
+        if self.param_rounding not in ("nearest", "stochastic", "kahan"):
+            raise UserError(
+                f"param_rounding must be 'nearest', 'stochastic' or 'kahan', got {self.param_rounding!r}: use 'nearest'"
+            )
+        dtype = jnp.dtype(self.param_dtype)
+        if self.param_rounding != "nearest" and dtype != jnp.bfloat16:
+            raise UserError(
+                f"param_rounding {self.param_rounding!r} is for bfloat16 parameters, got param_dtype {dtype.name}: "
+                f"use precision 'bf16_params_{self.param_rounding}', or param_rounding 'nearest'"
+            )
 
     def cast_params(self, params: Any, *, copy: bool = True) -> Any:
         """Copy parameters or model state, converting floating-point leaves to `param_dtype`.
@@ -84,25 +100,41 @@ class Policy:
     def _stored_dtype(self, x: Any) -> Any:
         return self.param_dtype if is_float(x) and not is_stored_low(x, self.param_dtype) else None
 
-    def apply(self, fn: Callable[..., Any], *, state_argnums: Collection[int] = ()) -> Callable[..., Any]:
+    def apply(
+        self, fn: Callable[..., Any], *, state_argnums: Collection[int] = (), scales: Any = None, probes: Any = None
+    ) -> Callable[..., Any]:
         """Apply the policy to a function.
 
         Args:
           fn: A function of arrays.
           state_argnums: Positions of the arguments with model state, which `cast_inputs` leaves in their dtypes.
+          scales: The scales of delayed scaling, as for `fp8_products`. Without them each operand is scaled by its own
+            largest magnitude.
+          probes: Zeros like `scales`.
 
         Returns:
           The same function, computed under this policy.
         """
         inner = self._in_dtypes(fn, state_argnums)
         if self.fp8 is not None:
-            inner = fp8_products(inner, self.fp8)
+            inner = fp8_products(inner, self.fp8, scales, probes)
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             with jax.default_matmul_precision(self.matmul_precision):
                 return inner(*args, **kwargs)
 
         return compute
+
+    def init_scales(self, params: Any) -> DelayedScales | None:
+        """Return the scales of delayed scaling before the first update; None for a policy that remembers none."""
+        return init_scales(self.fp8, params) if self.fp8 is not None and self.fp8.is_delayed else None
+
+    def next_scales(self, scales: DelayedScales | None, amax: Any) -> DelayedScales | None:
+        """Return the scales after an update, from the largest magnitudes of its window.
+
+        They are those of skipped updates too.
+        """
+        return None if self.fp8 is None or scales is None else next_scales(self.fp8, scales, amax)
 
     def _in_dtypes(self, fn: Callable[..., Any], state_argnums: Collection[int]) -> Callable[..., Any]:
         if self.compute_dtype is None:
@@ -133,14 +165,17 @@ POLICIES = {
     "fp16": Policy(np.float32, np.float16, loss_scaling=True),
     "bf16_compute": Policy(np.float32, jnp.bfloat16, cast_inputs=True),
     "bf16_params": Policy(jnp.bfloat16),
+    "bf16_params_stochastic": Policy(jnp.bfloat16, param_rounding="stochastic"),
+    "bf16_params_kahan": Policy(jnp.bfloat16, param_rounding="kahan"),
     "fp8": Policy(np.float32, jnp.bfloat16, fp8=Fp8()),
+    "fp8_delayed": Policy(np.float32, jnp.bfloat16, fp8=Fp8("delayed")),
     # The recipe "rowwise" of torchao's `Float8LinearConfig.from_recipe_name`.
     "fp8_row": Policy(np.float32, jnp.bfloat16, fp8=Fp8("row", power_of_two_scales=True)),
     "fp8_block": Policy(np.float32, jnp.bfloat16, fp8=Fp8("block")),
 }
-"""Policies by name. "bf16_params" has no float32 parameters, as `model.bfloat16()`; the others have master parameters,
-which "bf16_compute" converts to bfloat16 for the computation. "fp8", "fp8_row" and "fp8_block" are "bf16" with 8-bit
-products."""
+"""Policies by name. Those that begin with "bf16_params" have no float32 parameters, as `model.bfloat16()`; the others
+have master parameters, which "bf16_compute" converts to bfloat16 for the computation. "fp8", "fp8_row" and "fp8_block"
+are "bf16" with 8-bit products."""
 
 
 def policy(precision: str | Policy) -> Policy:
