@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 from scipy.special import erfinv
 
 import jaxtrain as jt
 from docs.images import layer_scales
+from jaxtrain.distributed import make_mesh, shard
 from jaxtrain.step.loss_scale import current_scale, found_inf, skipped_updates, state_dict
 from jaxtrain.step.per_layer_scale import per_layer_loss_scale
 from jaxtrain.transforms import BlockValues
@@ -87,6 +89,24 @@ def test_streamed_micro_batches_give_the_state_of_the_window():
     for i in range(4):
         state, _ = step.micro(state, jax.tree.map(operator.itemgetter(slice(2 * (i % 2), 2 * (i % 2) + 2)), _batch()))
     jax.tree.map(np.testing.assert_array_equal, state._replace(window=None, rng=0), window._replace(rng=0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=4", "fsdp=4", "data=2,fsdp=2", "fsdp=2,tensor=2"])
+def test_a_mesh_gives_the_updates_and_scales_of_one_device(mesh):
+    options = {"precision": "fp32", "loss_scale": _scaler(underflow=1e-3)}
+    batch = jax.tree.map(lambda x: np.concatenate([x, x / 2]), _batch())
+    specs = {"layers": PartitionSpec(None, None, "tensor"), "embed": PartitionSpec("fsdp")}
+    rules = specs if "tensor" in mesh else None
+    states = []
+    for step in (_step(**options), shard(_step(**options), make_mesh(mesh), rules)):
+        state = step.init(_params())
+        for _ in range(3):
+            state, _ = step(state, batch)
+        states.append(jax.device_get(state._replace(rng=0)))
+    one, many = states
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), many.params, one.params)
+    jax.tree.map(np.testing.assert_array_equal, many.loss_scale, one.loss_scale)
 
 
 def test_an_overflow_in_one_block_backs_off_that_block_alone():
@@ -171,6 +191,8 @@ def test_mistakes_are_named():
     wrong = jt.train_step(_loss_fn, optax.sgd(0.1), loss_scale=per_layer_loss_scale(12))
     with pytest.raises(jt.UserError, match=r"^per_layer_loss_scale has blocks=12, but the program has 3: use blocks=3"):
         wrong(wrong.init(_params()), _batch())
+    with pytest.raises(jt.UserError, match=r"^per_layer_loss_scale is not supported in a pipeline: use other axes"):
+        shard(wrong, make_mesh("pipeline=4"), {"layers": PartitionSpec("pipeline")})
     for options, message in {
         "blocks=0": "blocks must be an integer of at least 1",
         "blocks=1, underflow=1.0": "underflow must be in",
