@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain.step import KINDS, Magnitudes, PrecisionLosses
 
-_WIDTH, _LEFT, _RIGHT, _TOP = 620, 118, 52, 62
+_WIDTH, _LEFT, _RIGHT, _TOP = 630, 118, 62, 62
 _HISTOGRAM, _ROW, _GAP = 150, 15, 30
 _AXIS = (-42.0, 18.0)  # exponents: the bins, and two octaves at either end for what is beyond
 _FLOOR = 1e-5  # share of the lowest bar
@@ -33,7 +33,7 @@ def precision_figure(losses: PrecisionLosses, title: str, kinds: Sequence[str]) 
     if not rows:
         return ""
     every = _sum([found for _, found in rows])
-    height = _TOP + _HISTOGRAM + _GAP + _ROW * len(rows) + 34
+    height = _TOP + _HISTOGRAM + _GAP + _ROW * len(rows) + 40
     label = escape(_summary(title, every))
     parts = [
         f'<svg class="magnitudes" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">',
@@ -103,7 +103,7 @@ def _regions(found: Magnitudes, height: int) -> Iterator[str]:
             begin, end = _x(first), _x(last)
             width, middle = round(end - begin, 1), round((begin + end) / 2, 1)
             yield f'<rect class="{css}" x="{begin}" y="{_TOP - 16}" width="{width}" height="{height - _TOP - 18}"/>'
-            for y, text in ((_TOP - 36, _label(css)), (_TOP - 22, _percent(found.share(name)))):
+            for y, text in ((_TOP - 36, _label(css)), (_TOP - 22, escape(_percent(found.share(name))))):
                 yield f'<text x="{middle}" y="{y}" text-anchor="middle">{text}</text>'
 
 
@@ -136,13 +136,13 @@ def _layers(rows: Sequence[tuple[str, Magnitudes]]) -> Iterator[str]:
             if share > _FLOOR:
                 opacity = round(float(np.clip(1 + math.log10(share) / -math.log10(_FLOOR), 0.04, 1)), 2)
                 box = f'x="{_x(first)}" y="{y}" width="{round(_x(last) - _x(first), 1)}" height="{_ROW - 1}"'
-                yield f'<rect class="bar" {box} opacity="{opacity}"><title>{_percent(share)}</title></rect>'
-        yield f'<text class="lost" x="{_WIDTH - _RIGHT + 4}" y="{y + 11}">{_percent(found.lost)}</text>'
+                yield f'<rect class="bar" {box} opacity="{opacity}"><title>{escape(_percent(share))}</title></rect>'
+        yield f'<text class="lost" x="{_WIDTH - _RIGHT + 4}" y="{y + 11}">{escape(_percent(found.lost))}</text>'
     yield f'<text x="{_WIDTH - _RIGHT + 4}" y="{top - 6}">lost</text>'
 
 
 def _axis(height: int) -> Iterator[str]:
-    bottom = height - 34
+    bottom = height - 40
     for exponent in range(-40, 17, 8):
         yield f'<line class="rule" x1="{_x(exponent)}" x2="{_x(exponent)}" y1="{_TOP}" y2="{bottom + 3}"/>'
         text = f'2<tspan dy="-4" font-size="9">{exponent}</tspan>'
