@@ -85,12 +85,13 @@ def train(precision: str, updates: int, loss_scale: Any = None) -> Run:
 
 def runs(updates: int) -> dict[str, Run]:
     """Train in float32, and in float16 with a single scale, with scales by layer, and with adaptive ones."""
-    growth = {"growth_interval": 10}
     return {
         "float32": train("fp32", updates),
-        "one scale": train("fp16", updates, jt.dynamic_loss_scale(**growth)),
-        "by layer": train("fp16", updates, jt.per_layer_loss_scale(LAYERS, **growth)),
-        "by layer, adaptive": train("fp16", updates, jt.per_layer_loss_scale(LAYERS, underflow=1e-6, **growth)),
+        "one scale": train("fp16", updates, jt.dynamic_loss_scale(growth_interval=10)),
+        "by layer": train("fp16", updates, jt.per_layer_loss_scale(LAYERS, growth_interval=10)),
+        "by layer, adaptive": train(
+            "fp16", updates, jt.per_layer_loss_scale(LAYERS, underflow=1e-6, growth_interval=10)
+        ),
     }
 
 
