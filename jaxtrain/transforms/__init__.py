@@ -6,6 +6,7 @@ from jaxtrain.transforms.blocks import count_blocks as count_blocks
 from jaxtrain.transforms.casts import in_float32 as in_float32
 from jaxtrain.transforms.casts import widen as widen
 from jaxtrain.transforms.fp8 import Fp8
+from jaxtrain.transforms.fp8_casts import fuse_casts as fuse_casts
 from jaxtrain.transforms.fp8_kernels import KernelUse as KernelUse
 from jaxtrain.transforms.fp8_kernels import kernel_uses as kernel_uses
 from jaxtrain.transforms.gathered import DIVIDED_LOOKUP as DIVIDED_LOOKUP
