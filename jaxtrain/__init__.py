@@ -6,6 +6,7 @@ The map of the package. Each line may import only from the lines above it (`test
     user_cache              the user's cache folder
     user_file               imports a user's Python file
     compilation             compilation without the persistent cache
+    threefry                random bits by operations that any kernel has
     transforms              function to function by its jaxpr: precision, remat, unroll, hooks
     cpu                     what exists for XLA:CPU alone: products, workspace, host memory
     step                    the algorithm: train_step, state, accumulation, loss scale, clipping, EMA
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
         dynamic_loss_scale,
         eval_step,
         leaf_name,
+        per_layer_loss_scale,
         static_loss_scale,
         train_step,
     )
@@ -84,6 +86,7 @@ __all__ = [
     "kernel",
     "leaf_name",
     "load_imported",
+    "per_layer_loss_scale",
     "static_loss_scale",
     "train_step",
 ]
@@ -96,7 +99,7 @@ _MODULES = {
     "run": ("Audio", "Image", "Initial", "Predictions", "Recipe", "Table", "Task", "Text"),
     "step": (
         *("Loss", "TrainState", "TrainStep", "dynamic_loss_scale"),
-        *("eval_step", "leaf_name", "static_loss_scale", "train_step"),
+        *("eval_step", "leaf_name", "per_layer_loss_scale", "static_loss_scale", "train_step"),
     ),
     "torch_import": ("ImportedModel", "SavedModel", "from_torch", "load_imported"),
     "transforms": ("Policy", "autocast", "autocast_disabled", "block", "hook", "kernel"),

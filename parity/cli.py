@@ -269,7 +269,7 @@ def _parser() -> argparse.ArgumentParser:
         "--precision",
         action="extend",
         type=_precisions,
-        help="default fp64,fp32; also bf16, fp16, bf16_compute, bf16_params",
+        help="default fp64,fp32; also bf16, fp16, bf16_compute, bf16_params, bf16_params_stochastic, bf16_params_kahan",
     )
     run.add_argument(
         "--accumulate", type=_at_least(1), default=1, metavar="K", help="micro-batches per accumulation window"

@@ -33,7 +33,8 @@ def check(
 
     Args:
       case: The case.
-      precision: "fp64", "fp32", "bf16", "fp16", "bf16_compute" or "bf16_params".
+      precision: "fp64", "fp32", "bf16", "fp16", "bf16_compute", "bf16_params",
+        "bf16_params_stochastic" or "bf16_params_kahan".
       locate: Whether to explain a difference: the stage at fault, the first operation that differs, the convention that
         explains it. In fp64, a case whose gradient is always or never clipped is trained with another bound as well,
         and selections of which only one side was taken are listed.

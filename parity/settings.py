@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from parity.case import Case
 
-PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "bf16_compute", "bf16_params")
+BF16_PARAMS = ("bf16_params", "bf16_params_stochastic", "bf16_params_kahan")
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "bf16_compute", *BF16_PARAMS)
 
 
 @dataclass(frozen=True)

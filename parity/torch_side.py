@@ -19,12 +19,14 @@ from parity.checkpoints import without_recomputation
 from parity.oracle.caches import clear_caches
 from parity.oracle.constants import recompute_constants
 from parity.oracle.in_torch import InFloat64
+from parity.param_rounding import ROUNDINGS, round_after_updates
 from parity.progress import report
 from parity.randomness import GivenMasks, Masks, mask_lines, permute_masks
 from parity.record import Record, Snapshot, Step, Tensors
+from parity.settings import BF16_PARAMS
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-WHOLE = {"fp64": torch.float64, "bf16_params": torch.bfloat16}
+WHOLE = {"fp64": torch.float64, **dict.fromkeys(BF16_PARAMS, torch.bfloat16)}
 """Dtype that model and batch are converted to, as with `model.to(dtype)`."""
 COPY = {"bf16_compute": torch.bfloat16}
 """Dtype of the batch and of a copy of the model, which computes the gradients of the float32 parameters."""
@@ -125,6 +127,8 @@ def _run(
     scheduler = None if case.optimizer.scheduler is None else case.optimizer.scheduler(optimizer)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     autocast = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
+    if precision in ROUNDINGS:
+        round_after_updates(optimizer, ROUNDINGS[precision])
     updates = Updates(case, model, optimizer)
     losses, norms, scales = [], [], [scaler.get_scale()]
 

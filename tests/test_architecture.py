@@ -19,6 +19,7 @@ ORDER = (
         "user_cache",
         "user_file",
         "compilation",
+        "threefry",
         "transforms",
         "cpu",
         "step",

@@ -208,7 +208,7 @@ def _first_nonfinite(
         return Interpreted(loss, "forward", f"the loss, {gradient}".removesuffix(", "), tracer.origin(metrics["loss"]))
     if gradient:
         return Interpreted(loss, "backward", gradient, tracer.origin(metrics["grad_norm"]))
-    parts = {name: getattr(new, name) for name in ("params", "model_state", "opt_state", "ema")}
+    parts = {name: getattr(new, name) for name in ("params", "model_state", "opt_state", "ema", "compensation")}
     for path, x in jax.tree.leaves_with_path(parts, is_leaf=lambda x: isinstance(x, TracedValue)):
         if x.value.ndim and x.sources:
             return Interpreted(loss, "update", path_name(path), tracer.origin(x))

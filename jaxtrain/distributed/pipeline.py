@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.distributed.mesh import PIPELINE, ROWS, ROWS_OF_HEAD
 from jaxtrain.distributed.sharding import Rules
 from jaxtrain.errors import UserError
-from jaxtrain.step import StepParts
+from jaxtrain.step import StepParts, scales_blocks
 from jaxtrain.transforms import Stages
 
 
@@ -34,6 +34,8 @@ def require_pipelined(parts: StepParts, rules: Rules | None, size: int) -> None:
         raise UserError(f"hooks {list(parts.loss.hooks)} are not applied in a pipeline: use other axes, or no hooks")
     if parts.reshard_after != "forward":
         raise UserError("a pipeline gathers parameters of fsdp in every tick: use reshard_after='forward'")
+    if scales_blocks(parts.scaler):
+        raise UserError("per_layer_loss_scale is not supported in a pipeline: use other axes, or dynamic_loss_scale()")
     if parts.loss.unroll:
         raise UserError("unroll removes the loop over layers, which a pipeline divides: use unroll=False")
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.mesh import EXPERT, FSDP
 from jaxtrain.errors import UserError
+from jaxtrain.optim import Blockwise
 from jaxtrain.paths import path_name
 from jaxtrain.step import TrainState
 
@@ -142,8 +143,9 @@ def gather(params: Any, dtypes: Any, mesh: Mesh, rules: Rules | None) -> Any:
 def state_shardings(state: TrainState, mesh: Mesh, rules: Rules | None) -> TrainState:
     """Return a `NamedSharding` for every leaf of a state, or of its shapes.
 
-    Gradient sums, moments and averages of a parameter, recognized by its shape and by a path that ends in the
-    parameter's path, are sharded like the parameter. Everything else is replicated.
+    Gradient sums, moments, averages and compensations of parameters, recognized by a parameter's shape and a path that
+    ends in its path, are sharded like the parameter; so are the codes of a moment in 8 bits, whose magnitudes fsdp
+    divides. Everything else is replicated.
     """
     check_experts(state.params, mesh, rules)
     shardings = param_shardings(state.params, mesh, rules)
@@ -154,7 +156,9 @@ def state_shardings(state: TrainState, mesh: Mesh, rules: Rules | None) -> Train
         )
     }
 
-    def sharding(path: Any, x: Any) -> NamedSharding:
+    def sharding(path: Any, x: Any) -> Any:
+        if isinstance(x, Blockwise):
+            return Blockwise(sharding(path, x.codes), NamedSharding(mesh, automatic_spec(x.absmax.shape, mesh)))
         parts = path_name(path).split("/")
         for i in range(len(parts)):
             shape, found = params_by_path.get("/".join(parts[i:]), (None, None))
@@ -163,9 +167,9 @@ def state_shardings(state: TrainState, mesh: Mesh, rules: Rules | None) -> Train
         return NamedSharding(mesh, P())
 
     whole = jax.tree.map(lambda _: NamedSharding(mesh, P()), state)
-    kept = jax.tree_util.tree_map_with_path(sharding, (state.opt_state, state.window, state.ema))
-    opt_state, window, ema = kept
-    return whole._replace(params=shardings, opt_state=opt_state, window=window, ema=ema)
+    like_params = {name: getattr(state, name) for name in ("opt_state", "window", "ema", "compensation")}
+    kept = jax.tree_util.tree_map_with_path(sharding, like_params, is_leaf=lambda x: isinstance(x, Blockwise))
+    return whole._replace(params=shardings, **kept)
 
 
 def check_experts(params: Any, mesh: Mesh, rules: Rules | None) -> None:

@@ -19,7 +19,7 @@ from jaxtrain.optim import no_decay
 from jaxtrain.run import Recipe, Task
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import loss_scale, optimizer_expression
-from jaxtrain.step import LossScaleState, TrainState, applied_updates, dynamic_loss_scale, state_dict
+from jaxtrain.step import TrainState, applied_updates, dynamic_loss_scale, is_scaled, state_dict
 
 
 def write_run(path: Path, run: RunFolder, recipe: Recipe, task: Task, names: NameTable, state: TrainState) -> None:
@@ -44,7 +44,7 @@ def write_run(path: Path, run: RunFolder, recipe: Recipe, task: Task, names: Nam
 
 def _metadata(recipe: Recipe, task: Task, names: NameTable, state: TrainState) -> CheckpointMetadata:
     excluded, initial = task.no_decay or no_decay, task.shapes()
-    scaled = isinstance(state.loss_scale, LossScaleState)
+    scaled = is_scaled(state.loss_scale)
     return new_metadata(
         optimizer_expression(recipe),
         names,

@@ -28,7 +28,7 @@ from jaxtrain.interop.torch_file import TorchCheckpoint, strip_prefixes
 from jaxtrain.interop.torch_optimizer import optimizer_class_of_state, optimizer_expression, scheduler_from_state
 from jaxtrain.interop.torch_schedule import advance_schedule
 from jaxtrain.optim import OPTIMIZERS, Call, Expression, PlateauState, build_expression
-from jaxtrain.step import LossScaleState, TrainState, TrainStep, applied_updates, load_state_dict
+from jaxtrain.step import LossScaleState, TrainState, TrainStep, applied_updates, is_scaled, load_state_dict
 
 
 @dataclass(frozen=True)
@@ -342,7 +342,7 @@ def to_torch(
         if name in entries
     }
     scaler = metadata.scaler
-    if isinstance(state.loss_scale, LossScaleState) and scaler:
+    if is_scaled(state.loss_scale) and scaler:
         updated = {"scale": float(state.loss_scale.scale), "_growth_tracker": int(state.loss_scale.growth_tracker)}
         scaler = {**scaler, **updated}
     optimizer = {"state": by_number, "param_groups": groups} if groups else None

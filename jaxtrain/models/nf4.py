@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.errors import UserError
 from jaxtrain.models.parameter_forms import KernelForm, Product, array_of, evaluate, is_form
 from jaxtrain.models.stored_arrays import read_arrays
+from jaxtrain.optim import SIGNED
 from jaxtrain.paths import path_name
 
 BLOCK = 64
@@ -45,25 +46,7 @@ VALUES = np.array(
 """The values of NF4 (appendix E of Dettmers et al. 2023)."""
 
 
-def _dynamic_values() -> np.ndarray:
-    """Return the 256 values of the signed dynamic data type of 8 bits (Dettmers 2015): 7 decades, evenly filled."""
-    values = [0.0, 1.0]
-    for decade in range(7):
-        bounds = _linspace(2**decade + 1)
-        means = (bounds[:-1] + bounds[1:]) / np.float32(2)
-        scaled = (np.float32(10.0 ** (decade - 6)) * means).tolist()
-        values += scaled + [-x for x in scaled]
-    return np.array(sorted(values), np.float32)
-
-
-def _linspace(n: int) -> np.ndarray:
-    """Return `torch.linspace(0.1, 1, n)` to the bit: steps from the nearer end, each value rounded once."""
-    start = np.float32(0.1)
-    i, step = np.arange(n), float((np.float32(1) - start) / np.float32(n - 1))
-    return np.where(i < n // 2, float(start) + i * step, 1 - (n - 1 - i) * step).astype(np.float32)
-
-
-DYNAMIC_VALUES = _dynamic_values()
+DYNAMIC_VALUES = SIGNED.values
 """Values of the quantized magnitudes, relative to the scale of their block."""
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's optimizers and learning rate schedulers as optax transformations and schedules.
+"""PyTorch's optimizers and learning rate schedulers, and bitsandbytes' 8-bit optimizers, as optax transformations.
 
 Not included: LBFGS, whose step is not a function of one gradient, because its line search evaluates the loss any number
 of times; SparseAdam, because JAX's gradients are dense.
@@ -11,6 +11,11 @@ from jaxtrain.optim.adamax import adamax
 from jaxtrain.optim.adamw import adam, adamw, scale_by_adam
 from jaxtrain.optim.asgd import asgd
 from jaxtrain.optim.batch_size import EffectiveBatch
+from jaxtrain.optim.blockwise import BLOCK as BLOCK
+from jaxtrain.optim.blockwise import Blockwise as Blockwise
+from jaxtrain.optim.dynamic_map import SIGNED as SIGNED
+from jaxtrain.optim.dynamic_map import UNSIGNED as UNSIGNED
+from jaxtrain.optim.eight_bit import adam8bit, adamw8bit, sgd8bit
 from jaxtrain.optim.expression import OPTIMIZERS as OPTIMIZERS
 from jaxtrain.optim.expression import SCHEDULES as SCHEDULES
 from jaxtrain.optim.expression import Call as Call
@@ -39,8 +44,10 @@ __all__ = [
     "adafactor",
     "adagrad",
     "adam",
+    "adam8bit",
     "adamax",
     "adamw",
+    "adamw8bit",
     "all_but",
     "asgd",
     "groups",
@@ -55,6 +62,7 @@ __all__ = [
     "scale_by_learning_rate",
     "schedules",
     "sgd",
+    "sgd8bit",
     "used_learning_rate",
     "used_learning_rates",
 ]

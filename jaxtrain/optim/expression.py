@@ -21,6 +21,7 @@ from jaxtrain.optim.adagrad import adagrad
 from jaxtrain.optim.adamax import adamax
 from jaxtrain.optim.adamw import adam, adamw
 from jaxtrain.optim.asgd import asgd
+from jaxtrain.optim.eight_bit import adam8bit, adamw8bit, sgd8bit
 from jaxtrain.optim.groups import groups
 from jaxtrain.optim.muon import muon
 from jaxtrain.optim.nadam import nadam
@@ -35,8 +36,10 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "adafactor": adafactor,
     "adagrad": adagrad,
     "adam": adam,
+    "adam8bit": adam8bit,
     "adamax": adamax,
     "adamw": adamw,
+    "adamw8bit": adamw8bit,
     "asgd": asgd,
     "muon": muon,
     "nadam": nadam,
@@ -44,6 +47,7 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "rmsprop": rmsprop,
     "rprop": rprop,
     "sgd": sgd,
+    "sgd8bit": sgd8bit,
 }
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "annealed": schedules.annealed,

@@ -67,12 +67,16 @@ def sgd(
     buffered = callable(momentum) or momentum
     return optax.chain(
         *gradient_preprocessing(weight_decay, maximize, mask),
-        *([_momentum(momentum, dampening, nesterov)] if buffered else []),
+        *([scale_by_momentum(momentum, dampening, nesterov)] if buffered else []),
         scale_by_learning_rate(learning_rate),
     )
 
 
-def _momentum(momentum: optax.ScalarOrSchedule, dampening: float, nesterov: bool) -> optax.GradientTransformation:
+def scale_by_momentum(
+    momentum: optax.ScalarOrSchedule, dampening: float, nesterov: bool
+) -> optax.GradientTransformation:
+    """Accumulate gradients in the momentum buffer of `sgd`."""
+
     def init(params: Any) -> MomentumState:
         return MomentumState(jnp.zeros([], np.int32), zeros(params))
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxtrain.models import QuantizedKernel
+from jaxtrain.optim import Blockwise
 from jaxtrain.paths import Frozen, partition
 from jaxtrain.step import TrainState
 
@@ -57,6 +58,7 @@ def state_parts(state: TrainState, frozen: Frozen) -> list[StatePart]:
         "trained parameters": trained,
         "optimizer state": state.opt_state,
         "moving average": state.ema,
+        "compensation of the parameters": state.compensation,
         "model state": state.model_state,
         "gradients of the window": state.window,
     }
@@ -74,10 +76,13 @@ def _bytes_by_dtype(tree: Any) -> Counter[str]:
     return +sizes
 
 
+_COMPOUND = {QuantizedKernel: "nf4", Blockwise: "8-bit"}
+
+
 def _arrays(tree: Any) -> Iterator[tuple[str, Any]]:
-    for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, QuantizedKernel)):
+    for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, tuple(_COMPOUND))):
         for x in jax.tree.leaves(node):
-            yield "nf4" if isinstance(node, QuantizedKernel) else str(x.dtype), x
+            yield _COMPOUND.get(type(node)) or str(x.dtype), x
 
 
 def _device_bytes(x: Any) -> int:

@@ -47,9 +47,11 @@ class Recipe:
     """Peak learning rate."""
     accumulate: int = 1
     """Number of micro-batches per update, processed one after another to save memory."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_compute", "bf16_params"] = "fp32"
+    precision: Literal[
+        "fp32", "tf32", "bf16", "fp16", "bf16_compute", "bf16_params", "bf16_params_stochastic", "bf16_params_kahan"
+    ] = "fp32"
     """Dtype of matrix products and convolutions, and with bf16_compute and bf16_params of all activations; parameters
-    are float32, except with bf16_params."""
+    are float32, except with bf16_params, which rounds them to nearest, stochastically or with Kahan compensation."""
     mesh: str | None = None
     """Device mesh, such as "data=2,fsdp=4" (dcn, pipeline, sequence, tensor); None: one device, or all of several
     processes."""

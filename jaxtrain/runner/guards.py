@@ -208,7 +208,7 @@ def find_nonfinite_array(state: TrainState) -> str | None:
     Args:
       state: The training state.
     """
-    parts = {name: getattr(state, name) for name in ("params", "model_state", "opt_state", "ema")}
+    parts = {name: getattr(state, name) for name in ("params", "model_state", "opt_state", "ema", "compensation")}
     arrays = [(path, x) for path, x in jax.tree.leaves_with_path(parts) if x.ndim]
     finite = np.asarray(_finite([x for _, x in arrays]))
     return None if finite.all() else path_name(arrays[int(finite.argmin())][0])

@@ -11,7 +11,7 @@ from jaxtrain.runner.guards import Guard, Spike
 from jaxtrain.runner.interval import Interval
 from jaxtrain.runner.patience import Patience
 from jaxtrain.runner.training import Training, build_gauges
-from jaxtrain.step import LossScaleState, TrainState, consecutive_skips
+from jaxtrain.step import TrainState, consecutive_skips, is_scaled
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Position:
         `source` names the data; `message` prints one line.
         """
         recipe = training.recipe
-        has_dynamic_scale = isinstance(state.loss_scale, LossScaleState)
+        has_dynamic_scale = is_scaled(state.loss_scale)
         return cls(
             Batches(training.loader, source, recipe.stall_seconds, message, training.place),
             Interval(recipe, training.task, warn_low_scale=has_dynamic_scale),

@@ -21,6 +21,7 @@ from jaxtrain.step.loss_scale import LossScaleState as LossScaleState
 from jaxtrain.step.loss_scale import consecutive_skips as consecutive_skips
 from jaxtrain.step.loss_scale import current_scale as current_scale
 from jaxtrain.step.loss_scale import dynamic_loss_scale, load_state_dict, state_dict, static_loss_scale
+from jaxtrain.step.loss_scale import is_scaled as is_scaled
 from jaxtrain.step.mistakes import accepts as accepts
 from jaxtrain.step.mistakes import check_optimizer as check_optimizer
 from jaxtrain.step.mistakes import signature_of as signature_of
@@ -30,7 +31,11 @@ from jaxtrain.step.objective import STEP_METRICS as STEP_METRICS
 from jaxtrain.step.objective import Loss
 from jaxtrain.step.objective import LossFn as LossFn
 from jaxtrain.step.objective import validated as validated
+from jaxtrain.step.per_layer_scale import per_layer_loss_scale
+from jaxtrain.step.per_layer_scale import scales_blocks as scales_blocks
 from jaxtrain.step.retrace import limit_recompilation as limit_recompilation
+from jaxtrain.step.rounding import apply_updates as apply_updates
+from jaxtrain.step.rounding import stochastic_round as stochastic_round
 from jaxtrain.step.state import TrainState
 from jaxtrain.step.state import applied_updates as applied_updates
 from jaxtrain.step.state import averaged as averaged
@@ -52,6 +57,7 @@ __all__ = [
     "eval_step",
     "leaf_name",
     "load_state_dict",
+    "per_layer_loss_scale",
     "scale_by_learning_rate",
     "state_dict",
     "static_loss_scale",

@@ -202,7 +202,8 @@ def train_step(
       loss_fn: `loss_fn(params, batch, rng) -> (Loss, metrics)`; with model state
         `loss_fn(params, batch, rng, model_state) -> (Loss, metrics, model_state)`.
       optimizer: An optax transformation, of `jaxtrain.optim` or of optax.
-      precision: "fp64", "fp32", "tf32", "bf16", "fp16", "bf16_compute", "bf16_params", or a `Policy`.
+      precision: "fp64", "fp32", "tf32", "bf16", "fp16", "bf16_compute", "bf16_params",
+        "bf16_params_stochastic", "bf16_params_kahan", or a `Policy`.
       accumulate: Micro-batches per window, or a schedule of them: a function of the number of applied updates. With a
         schedule the micro-batches are passed to `TrainStep.micro`.
       clip_norm: Upper bound of the gradient's global norm, as `torch.nn.utils.clip_grad_norm_`. None for no clipping.
@@ -266,7 +267,7 @@ def train_step(
         pipeline_chunks=pipeline_chunks,
     )
     numerics = policy(precision)
-    loss = LossProgram(loss_fn, numerics, hooks=hooks or {}, unroll=unroll, remat=remat)
+    loss = LossProgram(loss_fn, numerics, hooks=hooks or {}, frozen=frozen, unroll=unroll, remat=remat)
     parts = StepParts(
         loss=loss,
         compute_loss=loss.compute(),

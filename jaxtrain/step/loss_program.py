@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxtrain.cpu.products import cpu_products
+from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step.objective import Compute, LossFn, losses_in_float32, validated
 from jaxtrain.step.probes import NO_PROBES, Probes
 from jaxtrain.transforms import (
@@ -21,6 +22,7 @@ from jaxtrain.transforms import (
     partial_gradients,
     remat,
     save_costly,
+    scale_blocks,
     split_products,
     unroll,
     used_dtypes,
@@ -55,6 +57,7 @@ class LossProgram(NamedTuple):
       loss_fn: The user's function.
       policy: Precision policy.
       hooks: Gradient hooks by parameter path or `checkpoint_name`.
+      frozen: Predicate on the paths of parameters that are not trained.
       unroll: Whether scanned layers are compiled one by one.
       remat: Rematerialization policy.
       constrain: Adds the sharding constraints of a mesh; the identity on one device.
@@ -69,6 +72,7 @@ class LossProgram(NamedTuple):
     loss_fn: LossFn
     policy: Policy
     hooks: Mapping[str, Hook] = MappingProxyType({})
+    frozen: Frozen = none_frozen
     unroll: bool = False
     remat: str = "none"
     constrain: Callable[[Compute], Compute] = identity
@@ -101,7 +105,6 @@ class LossProgram(NamedTuple):
         self, copies: Any = None, scales: Probes = NO_PROBES, probes: Probes = NO_PROBES
     ) -> list[Callable[..., Any]]:
         """Return the transforms in order of application: each rewrites the program of all before it."""
-        del scales, probes
         return [
             *self.numerics(),
             # After autocast, in whose dtypes the copies are.
@@ -112,6 +115,10 @@ class LossProgram(NamedTuple):
             # After autocast, which chooses the products. On a mesh, parts of a sharded weight would be gathered.
             identity if self.is_on_mesh else partial(split_products, platform=self.platform),
             identity if self.is_on_mesh else partial(overwrite_logits, platform=self.platform),
+            # After the sums over groups, which are operands of blocks; before the blocks are unrolled and checkpointed.
+            identity
+            if scales.blocks is None
+            else partial(scale_blocks, scales=scales.blocks, probes=probes.blocks, frozen=self.frozen),
             # After autocast, which preserves the dtypes of a scan's carry: unrolling changes no number.
             partial(unroll, platform=self.platform, on_mesh=self.is_on_mesh) if self.unroll else identity,
             # After autocast, whose low-precision products it rewrites; their gradients follow the rewritten form.

@@ -36,6 +36,40 @@ class LossScaleState(NamedTuple):
     consecutive: jax.Array
 
 
+class BlockScales(NamedTuple):
+    """Loss scales of the marked blocks of a program.
+
+    Attributes:
+      scale: float32[blocks], the factor of the gradients inside each block, a power of two.
+      growth_tracker: int32[blocks], applied updates since the block overflowed or its scale grew.
+      ceiling: float32[blocks], upper bound of an adaptive scale, set by overflows; None if scales follow only them.
+    """
+
+    scale: jax.Array
+    growth_tracker: jax.Array
+    ceiling: jax.Array | None
+
+
+class PerLayerLossScaleState(NamedTuple):
+    """State of `per_layer_loss_scale`.
+
+    Attributes:
+      scale: float32[], factor of the loss, and of the gradients outside of blocks.
+      growth_tracker: int32[], applied updates since an overflow outside of blocks or since the scale grew.
+      found_inf: bool[], whether the last update was non-finite.
+      skipped: int32[], non-finite updates so far.
+      consecutive: int32[], consecutive non-finite updates up to now.
+      blocks: The scales of the blocks.
+    """
+
+    scale: jax.Array
+    growth_tracker: jax.Array
+    found_inf: jax.Array
+    skipped: jax.Array
+    consecutive: jax.Array
+    blocks: BlockScales
+
+
 def dynamic_loss_scale(
     init_scale: float = 2.0**16,
     growth_factor: float = 2.0,
@@ -78,7 +112,7 @@ def dynamic_loss_scale(
     if not enabled:
         return no_loss_scale()
     _check(init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale)
-    return _ScaleRule(init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale).transformation()
+    return ScaleRule(init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale).transformation()
 
 
 def static_loss_scale(scale: float) -> optax.GradientTransformation:
@@ -101,8 +135,8 @@ def static_loss_scale(scale: float) -> optax.GradientTransformation:
       >>> float(state.scale), bool(state.found_inf), int(state.skipped)
       (1024.0, True, 1)
     """
-    _check_scales(scale=scale)
-    return _ScaleRule(scale, 1.0, 1.0).transformation()
+    check_scales(scale=scale)
+    return ScaleRule(scale, 1.0, 1.0).transformation()
 
 
 def no_loss_scale() -> optax.GradientTransformation:
@@ -110,33 +144,39 @@ def no_loss_scale() -> optax.GradientTransformation:
     return optax.identity()
 
 
+def is_scaled(state: Any) -> bool:
+    """Return whether a state is that of a loss scale."""
+    return isinstance(state, LossScaleState | PerLayerLossScaleState)
+
+
 def current_scale(state: Any) -> jax.Array | float:
     """Return the factor of the loss, float32[]; 1.0 without scaling."""
-    return state.scale if isinstance(state, LossScaleState) else 1.0
+    return state.scale if is_scaled(state) else 1.0
 
 
 def found_inf(state: Any) -> jax.Array | bool:
     """Return whether the last update was non-finite and must be skipped, bool[]; False without scaling."""
-    return state.found_inf if isinstance(state, LossScaleState) else False
+    return state.found_inf if is_scaled(state) else False
 
 
 def skipped_updates(state: Any) -> jax.Array | int:
     """Return the number of non-finite updates so far, int32[]; 0 without scaling."""
-    return state.skipped if isinstance(state, LossScaleState) else 0
+    return state.skipped if is_scaled(state) else 0
 
 
 def consecutive_skips(state: Any) -> jax.Array | int:
     """Return the number of consecutive non-finite updates up to now, int32[]; 0 without scaling."""
-    return state.consecutive if isinstance(state, LossScaleState) else 0
+    return state.consecutive if is_scaled(state) else 0
 
 
 def state_dict(scaler: optax.GradientTransformation, state: Any) -> dict[str, Any]:
     """Export a loss scaler in the format of `GradScaler.state_dict()`.
 
-    PyTorch has neither bounds nor counts of skipped updates: they are not exported.
+    PyTorch has neither bounds nor counts of skipped updates: they are not exported. Of `per_layer_loss_scale` the scale
+    of the loss is exported, which PyTorch then uses, and adapts, for all layers.
 
     Args:
-      scaler: `dynamic_loss_scale`, `static_loss_scale` or `no_loss_scale`.
+      scaler: `dynamic_loss_scale`, `static_loss_scale`, `per_layer_loss_scale` or `no_loss_scale`.
       state: State of the scaler.
 
     Returns:
@@ -153,7 +193,7 @@ def state_dict(scaler: optax.GradientTransformation, state: Any) -> dict[str, An
     if isinstance(state, optax.EmptyState):
         return {}
     rule = getattr(scaler.update, "__self__", None)
-    if not isinstance(rule, _ScaleRule) or not isinstance(state, LossScaleState):
+    if not isinstance(rule, ScaleRule) or not is_scaled(state):
         raise UserError(
             f"state must be that of a loss scaler, got {type(state).__name__}: pass the scaler and its state"
         )
@@ -201,7 +241,7 @@ def load_state_dict(
     static = growth_factor == backoff_factor == 1
     growth, backoff = (2.0, 0.5) if static else (growth_factor, backoff_factor)
     _check(scale, growth, backoff, growth_interval, min_scale, max_scale)
-    rule = _ScaleRule(scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, int(tracker))
+    rule = ScaleRule(scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, int(tracker))
     return rule.transformation()
 
 
@@ -209,7 +249,7 @@ _SAVED = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growt
 
 
 @dataclass(frozen=True)
-class _ScaleRule:
+class ScaleRule:
     """How a scale changes. The transformation's functions are its methods, through which `state_dict` reads it."""
 
     init_scale: float
@@ -221,16 +261,19 @@ class _ScaleRule:
     growth_tracker: int = 0
 
     def transformation(self) -> optax.GradientTransformation:
+        """Return the loss scaler."""
         return optax.GradientTransformation(self.init, self.update)
 
     def init(self, params: Any) -> LossScaleState:
+        """Return the state before the first update."""
         del params
         scale, tracker = jnp.array(self.init_scale, np.float32), jnp.array(self.growth_tracker, np.int32)
         return LossScaleState(scale, tracker, jnp.array(False), jnp.zeros([], np.int32), jnp.zeros([], np.int32))
 
     def update(self, grads: Any, state: LossScaleState, params: Any = None) -> tuple[Any, LossScaleState]:
+        """Return the unscaled gradients and the state after an update."""
         del params
-        unscaled = _unscale(grads, state.scale)
+        unscaled = unscale(grads, state.scale)
         found_inf = ~all_finite(grads, unscaled)
         tracker = jnp.where(found_inf, 0, state.growth_tracker + 1)
         grow = tracker == self.growth_interval
@@ -266,29 +309,34 @@ def _check(
         raise UserError(f"growth_factor must be finite and > 1, got {growth_factor}: use 2")
     if not 0 < backoff_factor < 1:
         raise UserError(f"backoff_factor must be in (0, 1), got {backoff_factor}: use 0.5")
-    if not _satisfies(growth_interval, lambda n: isinstance(n, int | np.integer) and 1 <= n < 2**31):
-        raise UserError(f"growth_interval must be an integer in [1, 2**31), got {growth_interval}: use 2000")
-    _check_scales(init_scale=init_scale, min_scale=min_scale, max_scale=max_scale)
+    check_growth_interval(growth_interval)
+    check_scales(init_scale=init_scale, min_scale=min_scale, max_scale=max_scale)
     if min_scale is not None and max_scale is not None and min_scale > max_scale:
         raise UserError(f"min_scale {min_scale} must not exceed max_scale {max_scale}: swap them")
-    if not _satisfies(init_scale, lambda scale: (min_scale or 0) <= scale <= (max_scale or np.inf)):
+    if not satisfies(init_scale, lambda scale: (min_scale or 0) <= scale <= (max_scale or np.inf)):
         raise UserError(f"init_scale {init_scale} must be in [min_scale, max_scale]: [{min_scale}, {max_scale}]")
 
 
-def _check_scales(**scales: float | None) -> None:
+def check_growth_interval(growth_interval: int) -> None:
+    """Raise `UserError` for a growth interval that is not a positive int32."""
+    if not satisfies(growth_interval, lambda n: isinstance(n, int | np.integer) and 1 <= n < 2**31):
+        raise UserError(f"growth_interval must be an integer in [1, 2**31), got {growth_interval}: use 2000")
+
+
+def check_scales(**scales: float | None) -> None:
     """Raise `UserError` for a scale that is not a positive, normal float32."""
     limits = np.finfo(np.float32)
     for name, scale in scales.items():
-        if scale is not None and not _satisfies(scale, lambda scale: float(limits.tiny) <= scale <= float(limits.max)):
+        if scale is not None and not satisfies(scale, lambda scale: float(limits.tiny) <= scale <= float(limits.max)):
             raise UserError(f"{name} must be a positive float32, got {scale}: use 65536")
 
 
-def _satisfies(value: Any, condition: Callable[[Any], Any]) -> bool:
+def satisfies(value: Any, condition: Callable[[Any], Any]) -> bool:
     """Return whether the value satisfies the condition, or is traced and cannot be checked."""
     return isinstance(value, jax.core.Tracer) or bool(condition(value))
 
 
-def _unscale(grads: Any, scale: jax.Array) -> Any:
+def unscale(grads: Any, scale: jax.Array) -> Any:
     """Multiply gradients by the scale's reciprocal, rounded once, as PyTorch does.
 
     In two factors if the reciprocal would be subnormal, which XLA:CPU flushes to 0: a power of two is exact.

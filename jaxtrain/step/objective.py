@@ -22,7 +22,7 @@ Compute = Callable[..., Any]
 `compute(params, batch, rng, model_state) -> (Loss, metrics, model_state)`."""
 
 STEP_METRICS = frozenset(
-    {"loss", "weight", "lr", "grad_norm", "loss_scale", "skipped", "applied", "attempted", "updated"}
+    {"loss", "weight", "lr", "grad_norm", "loss_scale", "loss_scales", "skipped", "applied", "attempted", "updated"}
     | {"nonfinite_micro_batch", "nonfinite_leaf"}
 )
 

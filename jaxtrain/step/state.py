@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.paths import Frozen, Matching, merge, none_frozen, partition, path_name
@@ -25,6 +26,8 @@ class TrainState(NamedTuple):
       window: Accumulation window of a run that streams its micro-batches, else None.
       ema: Moving average of the trained parameters, with None for the others, or None; `averaged(state)` evaluates it.
       scales: Scales of the precision policy with their history, or None for a policy that remembers nothing.
+      compensation: bfloat16, what rounding has added too much to the trained parameters, with None for the others; None
+        unless the policy's `param_rounding` is "kahan".
     """
 
     step: jax.Array
@@ -37,11 +40,20 @@ class TrainState(NamedTuple):
     window: Window | None
     ema: Any
     scales: Any = None
+    compensation: Any = None
 
 
 def micro_batch_key(rng: jax.Array, micro_step: int | jax.Array) -> jax.Array:
     """Return the key of micro-batch number `micro_step` of a run whose key is `rng`."""
     return jax.random.fold_in(rng, micro_step)
+
+
+def rounding_key(rng: jax.Array, step: int | jax.Array) -> jax.Array:
+    """Return the key by which update number `step` of a run whose key is `rng` rounds its parameters.
+
+    It is folded from a number that no `micro_step`, which is an int32, reaches.
+    """
+    return jax.random.fold_in(jax.random.fold_in(rng, np.uint32(2**32 - 1)), step)
 
 
 def applied_updates(state: TrainState) -> jax.Array:

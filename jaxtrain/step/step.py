@@ -39,9 +39,18 @@ from jaxtrain.step.mistakes import describe, same_structure
 from jaxtrain.step.nonfinite import Nonfinite, locate_nonfinite
 from jaxtrain.step.objective import Compute, Loss
 from jaxtrain.step.partial_sums import add_last, divides_rows, with_sums, with_totals, zero_sums, zero_totals
+from jaxtrain.step.per_layer_scale import block_values, scales_of_blocks
 from jaxtrain.step.pipeline import Divided, pipelined_window
 from jaxtrain.step.probes import NO_PROBES, Probes, observed_together, zero_probes
-from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, require_state, require_trainable
+from jaxtrain.step.rounding import apply_updates, init_compensation
+from jaxtrain.step.state import (
+    TrainState,
+    applied_updates,
+    micro_batch_key,
+    require_state,
+    require_trainable,
+    rounding_key,
+)
 from jaxtrain.step.window_loop import LONGEST, scan_window
 from jaxtrain.transforms import Groups, Stages, fuse_casts, unfilled_stacks
 
@@ -106,8 +115,7 @@ class StepParts(NamedTuple):
 
     def scales(self, state: TrainState) -> Probes:
         """Return the scales that the passes of a state read; no leaves if they observe nothing."""
-        del state
-        return NO_PROBES
+        return NO_PROBES._replace(blocks=block_values(state.loss_scale))
 
     def _with_loss(self, loss: LossProgram) -> "StepParts":
         return self._replace(loss=loss, compute_loss=loss.compute())
@@ -156,6 +164,7 @@ def init_state(
         rng=jax.random.key(seed),
         window=None,
         ema=None if parts.ema is None else jax.tree.map(jnp.copy, trained),
+        compensation=init_compensation(policy.param_rounding, trained),
     )
     return state._replace(window=empty_window(parts, state)) if streaming else state
 
@@ -176,6 +185,13 @@ def require_fitting(parts: StepParts, state: Any, batch: Any = None) -> None:
         raise UserError(
             f"the state has {has} of the parameters, but this step has ema={parts.ema}: create it with this step's "
             f"init(params), or use state._replace(ema={'state.params' if state.ema is None else None})"
+        )
+    rounding = parts.loss.policy.param_rounding
+    if (state.compensation is None) != (rounding != "kahan"):
+        has = "no compensation" if state.compensation is None else "a compensation"
+        raise UserError(
+            f"the state has {has} of its parameters' rounding, but this step has param_rounding {rounding!r}: create "
+            "it with this step's init(params), or give both steps the same precision"
         )
 
 
@@ -281,10 +297,13 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
     numbered = (jnp.arange(k, dtype=np.int32), micro_batches)
     trained, _ = partition(state.params, parts.frozen)
     groups = parts.loss.groups
-    window = open_window(trained if groups is None else zero_sums(trained, groups), zero_probes(parts.scales(state)))
+    start_scales = parts.scales(state)
+    window = open_window(trained if groups is None else zero_sums(trained, groups), zero_probes(start_scales))
     pipelines_layers = parts.loss.is_on_mesh and parts.loss.platform == "gpu" and k <= LONGEST
     start = window, state.model_state
-    if pipelines_layers and groups is not None and groups.scatters:
+    # In a block with a scale of its own, the backward pass cannot add the sums of earlier micro-batches.
+    scales_blocks = start_scales.blocks is not None
+    if pipelines_layers and groups is not None and groups.scatters and not scales_blocks:
         (window, model_state), metrics = scan_window(add, start, numbered, k - 1, pipelines_layers=True)
         at_last = state._replace(micro_step=state.micro_step + (k - 1), model_state=model_state)
         micro_batch = jax.tree.map(lambda x: x[k - 1], micro_batches)
@@ -339,7 +358,8 @@ def update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tra
 
 
 def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[TrainState, Metrics]:
-    grads, loss_scale = parts.scaler.update(gradient.grads, state.loss_scale)  # unscales, checks and rescales
+    of_blocks = {} if gradient.observed.blocks is None else {"observed": gradient.observed.blocks}
+    grads, loss_scale = parts.scaler.update(gradient.grads, state.loss_scale, **of_blocks)  # unscales, checks, rescales
     skip = found_inf(loss_scale)
     nonfinite = gradient.nonfinite
     if nonfinite is None:
@@ -352,14 +372,16 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
     mean_loss = gradient.loss.total / nonzero_weight(gradient.loss.weight)
     updates, opt_state = parts.optimizer.update(grads, state.opt_state, trained, value=mean_loss)
     lr = used_learning_rate(opt_state)
-    new_trained = jax.tree.map(_apply_update, trained, updates)
+    key = rounding_key(state.rng, state.step)
+    rounding = parts.loss.policy.param_rounding
+    new_trained, compensation = apply_updates(rounding, trained, updates, state.compensation, key)
     old_ema = ema = state.ema
     if parts.ema is not None:
         old_ema, _ = partition(state.ema, parts.frozen)  # in case it was set to all parameters
         ema = update_ema(old_ema, new_trained, parts.ema, is_first=applied_updates(state) == 0)
 
-    before = trained, state.opt_state, old_ema
-    new_trained, opt_state, ema = _restore_if(skip, before, (new_trained, opt_state, ema))
+    before = trained, state.opt_state, old_ema, state.compensation
+    new_trained, opt_state, ema, compensation = _restore_if(skip, before, (new_trained, opt_state, ema, compensation))
     new = state._replace(
         step=state.step + 1,
         params=merge(new_trained, frozen),
@@ -367,6 +389,7 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
         opt_state=opt_state,
         loss_scale=loss_scale,
         ema=ema,
+        compensation=compensation,
     )
     return new, update_metrics(state, new, grad_norm=grad_norm, skip=skip, lr=lr, nonfinite=nonfinite)
 
@@ -387,10 +410,12 @@ def update_metrics(
     nonfinite: Nonfinite,
 ) -> Metrics:
     """Return the metrics of one update, from the states before and after it."""
+    of_blocks = scales_of_blocks(old.loss_scale)
     return {
         **({} if lr is None else {"lr": lr}),
         "grad_norm": grad_norm,
         "loss_scale": jnp.asarray(current_scale(old.loss_scale), np.float32),
+        **({} if of_blocks is None else {"loss_scales": of_blocks}),
         "skipped": jnp.asarray(skip),
         "applied": applied_updates(new),
         "attempted": new.step,
@@ -408,9 +433,3 @@ def weighted_means(loss: Loss, metrics: dict[str, Loss]) -> Metrics:
 def _restore_if(skip: jax.Array | bool, old: Any, new: Any) -> Any:
     """Return `old` for a skipped update. Selected rather than added to zero, so that not even a -0.0 changes."""
     return new if skip is False else jax.tree.map(lambda o, n: jnp.where(skip, o, n), old, new)
-
-
-def _apply_update(param: jax.Array, update: jax.Array) -> jax.Array:
-    """Return their sum, rounded once to the parameter's dtype."""
-    dtype = np.promote_types(param.dtype, update.dtype)
-    return (param.astype(dtype) + update.astype(dtype)).astype(param.dtype)

@@ -1,6 +1,8 @@
 """Transforms of functions through their jaxprs: precision, rematerialization, unrolling, hooks; unaware of training."""
 
 from jaxtrain.transforms.bias import biased_products as biased_products
+from jaxtrain.transforms.block_scales import BlockValues as BlockValues
+from jaxtrain.transforms.block_scales import scale_blocks as scale_blocks
 from jaxtrain.transforms.blocks import at_blocks as at_blocks
 from jaxtrain.transforms.blocks import count_blocks as count_blocks
 from jaxtrain.transforms.casts import in_float32 as in_float32

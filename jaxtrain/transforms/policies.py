@@ -34,9 +34,13 @@ class Policy:
       loss_scaling: Whether `train_step` scales the loss by default.
       fp8: How products with a parameter are computed in 8 bits; None computes them in `compute_dtype`, as all others.
         The parameters are the first argument of the function that the policy is applied to.
+      param_rounding: How `train_step` rounds updated bfloat16 parameters: to "nearest"; "stochastic", up or down with
+        the probabilities by which the expectation is exact; or "kahan", to nearest with what was lost added to the next
+        update.
 
     Raises:
-      UserError: `fp8` without a `compute_dtype`.
+      UserError: `fp8` without a `compute_dtype`; `param_rounding` is unknown, or is not "nearest" for parameters that
+        are not bfloat16.
 
     Example:
       >>> x = jnp.ones((2, 2))
@@ -52,10 +56,21 @@ class Policy:
     matmul_precision: str = "highest"
     loss_scaling: bool = False
     fp8: Fp8 | None = None
+    param_rounding: str = "nearest"
 
     def __post_init__(self) -> None:
         if self.fp8 is not None and self.compute_dtype is None:
             raise UserError("a policy with fp8 needs a compute_dtype for all other operations: use jnp.bfloat16")
+        if self.param_rounding not in ("nearest", "stochastic", "kahan"):
+            raise UserError(
+                f"param_rounding must be 'nearest', 'stochastic' or 'kahan', got {self.param_rounding!r}: use 'nearest'"
+            )
+        dtype = jnp.dtype(self.param_dtype)
+        if self.param_rounding != "nearest" and dtype != jnp.bfloat16:
+            raise UserError(
+                f"param_rounding {self.param_rounding!r} is for bfloat16 parameters, got param_dtype {dtype.name}: "
+                f"use precision 'bf16_params_{self.param_rounding}', or param_rounding 'nearest'"
+            )
 
     def cast_params(self, params: Any, *, copy: bool = True) -> Any:
         """Copy parameters or model state, converting floating-point leaves to `param_dtype`.
@@ -133,14 +148,16 @@ POLICIES = {
     "fp16": Policy(np.float32, np.float16, loss_scaling=True),
     "bf16_compute": Policy(np.float32, jnp.bfloat16, cast_inputs=True),
     "bf16_params": Policy(jnp.bfloat16),
+    "bf16_params_stochastic": Policy(jnp.bfloat16, param_rounding="stochastic"),
+    "bf16_params_kahan": Policy(jnp.bfloat16, param_rounding="kahan"),
     "fp8": Policy(np.float32, jnp.bfloat16, fp8=Fp8()),
     # The recipe "rowwise" of torchao's `Float8LinearConfig.from_recipe_name`.
     "fp8_row": Policy(np.float32, jnp.bfloat16, fp8=Fp8("row", power_of_two_scales=True)),
     "fp8_block": Policy(np.float32, jnp.bfloat16, fp8=Fp8("block")),
 }
-"""Policies by name. "bf16_params" has no float32 parameters, as `model.bfloat16()`; the others have master parameters,
-which "bf16_compute" converts to bfloat16 for the computation. "fp8", "fp8_row" and "fp8_block" are "bf16" with 8-bit
-products."""
+"""Policies by name. Those that begin with "bf16_params" have no float32 parameters, as `model.bfloat16()`; the others
+have master parameters, which "bf16_compute" converts to bfloat16 for the computation. "fp8", "fp8_row" and "fp8_block"
+are "bf16" with 8-bit products."""
 
 
 def policy(precision: str | Policy) -> Policy:

@@ -14,7 +14,16 @@ from torch.optim import lr_scheduler as S
 
 from jaxtrain import optim
 from jaxtrain.optim import schedules
-from jaxtrain.step import build, clip_grad_norm, clip_grad_value, dynamic_loss_scale, split_batch, step
+from jaxtrain.step import (
+    apply_updates,
+    build,
+    clip_grad_norm,
+    clip_grad_value,
+    dynamic_loss_scale,
+    split_batch,
+    step,
+    stochastic_round,
+)
 from jaxtrain.step.accumulate import add_micro_batch, mean_gradient
 from parity.case import Case
 from parity.mutants.losses import square
@@ -25,6 +34,7 @@ from parity.optimizer import Optimizer
 
 GradScaler = torch.amp.GradScaler
 LR = 0.05
+SLOW = Optimizer("SGD", partial(T.SGD, lr=LR / 50), optim.sgd(LR / 50))
 MOMENTUM = Optimizer("SGD", partial(T.SGD, lr=LR, momentum=0.9), optim.sgd(LR, 0.9))
 SCHEDULED = Optimizer(
     "SGD", partial(T.SGD, lr=LR), optim.sgd(schedules.step_lr(LR, 2)), scheduler=partial(S.StepLR, step_size=2)
@@ -34,6 +44,11 @@ SCHEDULED = Optimizer(
 def linear(ours: Callable[..., Any] = square, optimizer: Any = SGD, clip_norm: float | None = None) -> Case:
     """A linear layer with a squared error."""
     return criterion(squares, ours, normal, optimizer=optimizer, clip_norm=clip_norm)
+
+
+def slow_linear() -> Case:
+    """`linear` with updates that are small beside the parameters."""
+    return linear(optimizer=SLOW)
 
 
 @cache
@@ -109,6 +124,33 @@ def keep_parameters_only(skip: Any, old: Any, new: Any) -> Any:
     return params, *new[1:]
 
 
+def rounded(name: str, precision: str, wrong: Callable[..., Any]) -> Mutant:
+    """Many small updates of bfloat16 parameters, with `wrong` for how they are added."""
+    patch = patched(apply_updates, wrong, within=step)
+    return Mutant(name, slow_linear, slow_linear, patch=patch, settings={"precision": precision, "steps": 20})
+
+
+def without_compensation(how: str, params: Any, updates: Any, compensation: Any, key: Any) -> Any:
+    """Kahan's sum without what was lost before."""
+    return apply_updates(how, params, updates, jax.tree.map(jnp.zeros_like, compensation), key)
+
+
+def compensated_the_wrong_way(how: str, params: Any, updates: Any, compensation: Any, key: Any) -> Any:
+    """Kahan's sum with what was lost before subtracted."""
+    return apply_updates(how, params, updates, jax.tree.map(jnp.negative, compensation), key)
+
+
+def with_the_first_bits(how: str, params: Any, updates: Any, compensation: Any, key: Any) -> Any:
+    """Stochastic rounding with the same random bits in every update."""
+    return apply_updates(how, params, updates, compensation, jax.random.key(0))
+
+
+def truncated(how: str, params: Any, updates: Any, compensation: Any, key: Any) -> Any:
+    """Stochastic rounding without random bits: towards zero."""
+    with patched(stochastic_round, lambda x, bits: stochastic_round(x, jnp.zeros_like(bits)))():
+        return apply_updates(how, params, updates, compensation, key)
+
+
 def shifted(z: Any, y: Any) -> tuple[Any, Any]:
     """The squared error of each row with the label of another row."""
     return square(z, jnp.roll(y, 1, 0))
@@ -168,6 +210,10 @@ MUTANTS = [
     skipping("skipped-updates-count-in-the-schedule", keep_parameters_only, SCHEDULED),
     skipping("skipped-updates-reach-the-momentum", keep_parameters_only, MOMENTUM),
     skipping("overflows-applied", lambda skip, old, new: new, SGD),
+    rounded("compensation-dropped", "bf16_params_kahan", without_compensation),
+    rounded("compensation-with-the-other-sign", "bf16_params_kahan", compensated_the_wrong_way),
+    rounded("random-bits-of-the-first-update", "bf16_params_stochastic", with_the_first_bits),
+    rounded("stochastic-rounding-truncates", "bf16_params_stochastic", truncated),
     Mutant("rows-and-labels-apart", partial(linear, shifted), linear, "forward", "loss", shifted),
     Mutant("outputs-in-bfloat16", partial(linear, in_bfloat16), linear, settings={"precision": "fp32"}),
 ]

@@ -10,6 +10,7 @@ import numpy as np
 from parity.compare import relative
 from parity.divergence import Divergence, Line
 from parity.report.result import Result
+from parity.settings import BF16_PARAMS
 from parity.source import import_path
 from parity.trajectory import Trajectory
 
@@ -114,7 +115,7 @@ FLOORS = {
     "bf16": 2.0**-7,
     "fp16": 2.0**-10,
     "bf16_compute": 2.0**-7,
-    "bf16_params": 2.0**-7,
+    **dict.fromkeys(BF16_PARAMS, 2.0**-7),
 }
 """The distance from 1 to the next number of each precision's matrix products."""
 

@@ -65,6 +65,8 @@ def assert_same(case: str, **settings: Any) -> None:
         ("mlp", "bf16_params", 4),
         pytest.param("cnn-bn", "bf16_params", 1, marks=pytest.mark.slow),
         pytest.param("gpt2", "bf16_params", 4, marks=pytest.mark.slow),
+        pytest.param("gpt2", "bf16_params_kahan", 4, marks=pytest.mark.slow),
+        pytest.param("cnn-bn", "bf16_params_stochastic", 1, marks=pytest.mark.slow),
         ("mlp", "bf16_compute", 4),
         *(
             pytest.param(case, "bf16_compute", k, marks=pytest.mark.slow)

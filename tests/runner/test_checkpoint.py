@@ -31,7 +31,8 @@ def state(step: int, sharding=None) -> TrainState:
     adam = {"mu": jax.tree.map(lambda x: x * 2, params), "count": count + 1}
     window = {"sums": jax.tree.map(lambda x: x * 3, params), "weight": jnp.asarray(step / 3, jnp.float32)}
     ema = jax.tree.map(lambda x: x / 2, params)
-    return TrainState(count, count * 2, params, None, adam, (), jax.random.key(step), window, ema)
+    lost = jax.tree.map(jnp.negative, params)
+    return TrainState(count, count * 2, params, None, adam, (), jax.random.key(step), window, ema, compensation=lost)
 
 
 def same(one: TrainState, other: TrainState) -> bool:

@@ -82,7 +82,8 @@ def test_a_loss_scale_is_parsed_like_an_optimizer():
 def test_learning_rates_of_groups_are_logged():
     groups = "{'a': sgd(learning_rate=0.5), 'b': sgd(learning_rate=0.25)}"
     tx = optimizer(dataclasses.replace(RECIPES["gpt-stdlib"], optimizer=groups))
-    state = TrainState(*[None] * 9)._replace(opt_state=tx.init({"a": jnp.ones(1), "b": jnp.ones(1)}))
+    empty = TrainState(*[None] * len(TrainState._fields))
+    state = empty._replace(opt_state=tx.init({"a": jnp.ones(1), "b": jnp.ones(1)}))
     assert interval._learning_rates(state.opt_state) == (0.5, {"0": 0.5, "1": 0.25})
 
 

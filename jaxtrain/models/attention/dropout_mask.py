@@ -82,31 +82,6 @@ def kept(
     return uniform < dtype.type(1.0 - rate)
 
 
-def threefry2x32(*words: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute Threefry-2x32 with 20 rounds by operations that a kernel has.
-
-    Args:
-      *words: Two words of the key and two of the counter, uint32.
-
-    Returns:
-      The two words of random bits.
-
-    Example:
-      >>> words = jnp.arange(4, dtype=np.uint32)
-      >>> [int(x) for x in threefry2x32(*words)] == [int(x) for x in threefry2x32_p.bind(*words)]
-      True
-    """
-    first, second, x, y = words
-    keys = first, second, first ^ second ^ np.uint32(0x1BD11BDA)
-    x, y = x + keys[0], y + keys[1]
-    for i in range(5):
-        for bits in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
-            x = x + y
-            y = ((y << np.uint32(bits)) | (y >> np.uint32(32 - bits))) ^ x
-        x, y = x + keys[(i + 1) % 3], y + keys[(i + 2) % 3] + np.uint32(i + 1)
-    return x, y
-
-
 def kept_of_rows(rate: float, rng: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
     """Return the whole mask, bool [B, N, T, S]; the arguments are those of `kept`, for the counters of all rows."""
     heads, queries, keys = np.ix_(*(np.arange(n, dtype=np.uint32) for n in shape))

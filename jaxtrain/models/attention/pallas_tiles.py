@@ -11,8 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxtrain.models.attention.blocks import Sizes
-from jaxtrain.models.attention.dropout_mask import kept, threefry2x32
+from jaxtrain.models.attention.dropout_mask import kept
 from jaxtrain.models.attention.options import Options
+from jaxtrain.threefry import threefry2x32
 
 
 class Problem(NamedTuple):

@@ -91,7 +91,7 @@ class FineTuneSettings(jt.Recipe):
                 raise jt.UserError(f"{name} {path} does not exist: give a local folder or file")
         if self.quantize != "none" and self.method == "full":
             raise jt.UserError(f"quantize {self.quantize} needs frozen weights: use --method lora, or --quantize none")
-        if self.quantize != "none" and self.precision == "bf16_params":
+        if self.quantize != "none" and self.precision.startswith("bf16_params"):
             raise jt.UserError(f"quantize {self.quantize} needs its scales in float32: use --precision bf16")
         if self.neftune is not None and self.loss != "supervised":
             raise jt.UserError(f"neftune {self.neftune} is for --loss supervised: omit it, {self.loss} has no noise")

@@ -1,0 +1,186 @@
+"""Per-layer loss scales: the same updates to the bit, one decision for a window, a scale that follows its own block."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.step.loss_scale import current_scale, found_inf, skipped_updates, state_dict
+from jaxtrain.step.per_layer_scale import per_layer_loss_scale
+from jaxtrain.transforms import BlockValues
+
+WIDTH, BLOCKS, ROWS = 8, 3, 4
+
+
+def _loss_fn(params, batch, rng):
+    layer = jt.block(lambda w, x: jnp.tanh(x @ w) + x)
+    x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), batch["x"] @ params["embed"], params["layers"])
+    losses = jnp.square(x @ params["embed"].T - batch["x"]).mean(-1) * batch["factor"]
+    return jt.Loss(losses.sum(), weight=len(losses)), {}
+
+
+def _params():
+    rng = np.random.default_rng(0)
+    matrices = rng.standard_normal((1 + BLOCKS, WIDTH, WIDTH)).astype(np.float32) / WIDTH**0.5
+    return {"embed": matrices[0], "layers": matrices[1:]}
+
+
+def _batch(factor=1.0):
+    x = np.random.default_rng(1).standard_normal((ROWS, WIDTH)).astype(np.float32)
+    return {"x": x, "factor": np.full(ROWS, factor, np.float32)}
+
+
+def _scaler(**options):
+    return per_layer_loss_scale(BLOCKS, init_scale=256.0, growth_interval=3, **options)
+
+
+@functools.cache
+def _step(**options):
+    options = {"precision": "fp16", "accumulate": 2, "loss_scale": _scaler()} | options
+    return jt.train_step(_loss_fn, optax.adam(1e-2), **options)
+
+
+def _with_scales(state, exponents):
+    scale = np.ldexp(np.float32(1), exponents)
+    return state._replace(loss_scale=state.loss_scale._replace(blocks=state.loss_scale.blocks._replace(scale=scale)))
+
+
+def _updated(step, exponents, updates=2):
+    state = _with_scales(step.init(_params()), np.asarray(exponents))
+    for _ in range(updates):
+        state, _ = step(state, _batch())
+    return state
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"precision": "fp32", "clip_norm": 1.0}, marks=pytest.mark.slow),
+        pytest.param({"remat": "full"}, marks=pytest.mark.slow),
+        pytest.param({"unroll": True, "accumulate": 1}, marks=pytest.mark.slow),
+        pytest.param({"precision": "bf16", "ema": 0.9}, marks=pytest.mark.slow),
+    ],
+    ids=["fp16", "fp32", "remat", "unroll", "bf16"],
+)
+def test_updates_have_the_same_bits_with_any_scales(options):
+    step = _step(**options)
+    expected = _updated(step, [8] * BLOCKS)
+    for exponents in ([10, 8, 5], [6, 9, 7]):
+        actual = _updated(step, exponents)
+        for name in ("params", "opt_state", "ema"):
+            jax.tree.map(np.testing.assert_array_equal, getattr(actual, name), getattr(expected, name))
+        assert not actual.loss_scale.found_inf
+
+
+def test_streamed_micro_batches_give_the_state_of_the_window():
+    step = _step()
+    window = _updated(step, [10, 8, 5])
+    state = _with_scales(step.init(_params(), streaming=True), np.array([10, 8, 5]))
+    for i in range(4):
+        state, _ = step.micro(state, jax.tree.map(operator.itemgetter(slice(2 * (i % 2), 2 * (i % 2) + 2)), _batch()))
+    jax.tree.map(np.testing.assert_array_equal, state._replace(window=None, rng=0), window._replace(rng=0))
+
+
+def test_an_overflow_in_one_block_backs_off_that_block_alone():
+    step = _step()
+    state = _with_scales(step.init(_params()), np.array([8, 24, 8]))
+    before = jax.tree.map(np.asarray, state.params)
+    state, metrics = step(state, _batch())
+    assert metrics["skipped"]
+    assert float(metrics["loss_scale"]) == 256
+    np.testing.assert_array_equal(metrics["loss_scales"], [2.0**8, 2.0**24, 2.0**8])
+    np.testing.assert_array_equal(state.loss_scale.blocks.scale, [2.0**8, 2.0**23, 2.0**8])
+    assert float(current_scale(state.loss_scale)) == 256
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+    while metrics["skipped"]:
+        state, metrics = step(state, _batch())
+    assert float(state.loss_scale.blocks.scale[1]) < 2.0**20
+    np.testing.assert_array_equal(state.loss_scale.blocks.scale[::2], 2.0**8)
+    state, metrics = step(state, _batch(factor=np.inf))  # outside of all blocks
+    assert found_inf(state.loss_scale)
+    assert float(state.loss_scale.scale) == 128
+    np.testing.assert_array_equal(state.loss_scale.blocks.scale[::2], 2.0**8)
+    assert int(skipped_updates(state.loss_scale)) == int(metrics["attempted"]) - 1
+
+
+def _model_of_rule(scale, tracker, ceiling, overflows, skipped, interval, bounds, wanted):
+    """Return one scale, its tracker and ceiling after an update, by the rule of the documentation, in NumPy."""
+    if overflows:
+        tracker, ceiling = 0, max(scale / 2, bounds[0])
+    elif not skipped:
+        tracker += 1
+        if tracker == interval:
+            tracker, ceiling = 0, min(2 * ceiling, bounds[1])
+    if wanted is None:
+        return ceiling, tracker, ceiling
+    return min(scale if skipped else wanted, ceiling), tracker, ceiling
+
+
+def _wanted(sigma, largest, underflow):
+    """Return the published scale, rounded to powers of two so that the probability holds and nothing overflows."""
+    from scipy.special import erfinv
+
+    smallest = 2.0**-24 / (sigma * np.sqrt(2) * erfinv(underflow))
+    return min(2.0 ** np.ceil(np.log2(smallest)), 2.0 ** np.floor(np.log2(65504 / 16 / largest)))
+
+
+@pytest.mark.parametrize("underflow", [None, 1e-3])
+def test_scales_follow_the_rule(underflow):
+    interval, bounds, updates = 2, (2.0**-3, 2.0**20), 60
+    scaler = per_layer_loss_scale(
+        BLOCKS, underflow=underflow, init_scale=2.0, growth_interval=interval, min_scale=bounds[0], max_scale=bounds[1]
+    )
+    rng = np.random.default_rng(0)
+    of_block = rng.random((updates, BLOCKS)) < 0.15
+    bad = of_block.any(1) | (rng.random(updates) < 0.15)
+    sigma = np.exp2(rng.uniform(-30, -8, (updates, BLOCKS))).astype(np.float32)
+    largest = (sigma * np.exp2(rng.uniform(1, 12, (updates, BLOCKS)))).astype(np.float32)
+
+    def update(state, of_update):
+        overflow, is_bad, sigma, largest = of_update
+        spread = (1 / (sigma * state.scale), largest * state.scale) if underflow else ()
+        observed = BlockValues(jnp.zeros(BLOCKS), overflow.astype(np.float32), *spread)
+        _, state = scaler.update(jnp.where(is_bad, jnp.nan, jnp.ones(2)), state, observed=observed)
+        return state, (state.scale, state.growth_tracker, state.blocks)
+
+    _, (of_loss, tracker_of_loss, blocks) = jax.jit(functools.partial(jax.lax.scan, update))(
+        scaler.init(None), (of_block, bad, sigma, largest)
+    )
+    loss = (2.0, 0, 2.0)
+    models = [(2.0, 0, bounds[1] if underflow else 2.0)] * BLOCKS
+    for t in range(updates):
+        loss = _model_of_rule(*loss, bad[t] and not of_block[t].any(), bad[t], interval, bounds, None)
+        assert (of_loss[t], tracker_of_loss[t]) == loss[:2]
+        for i in range(BLOCKS):
+            wanted = np.clip(_wanted(sigma[t, i], largest[t, i], underflow), *bounds) if underflow else None
+            models[i] = _model_of_rule(*models[i], of_block[t, i], bad[t], interval, bounds, wanted)
+            assert (blocks.scale[t, i], blocks.growth_tracker[t, i]) == models[i][:2]
+
+
+def test_mistakes_are_named():
+    wrong = jt.train_step(_loss_fn, optax.sgd(0.1), loss_scale=per_layer_loss_scale(12))
+    with pytest.raises(jt.UserError, match=r"^per_layer_loss_scale has blocks=12, but the program has 3: use blocks=3"):
+        wrong(wrong.init(_params()), _batch())
+    for options, message in {
+        "blocks=0": "blocks must be an integer of at least 1",
+        "blocks=1, underflow=1.0": "underflow must be in",
+        "blocks=1, init_scale=3.0": "init_scale must be a power of two",
+        "blocks=1, init_scale=2.0**-30": "init_scale .* must be in",
+        "blocks=1, growth_interval=0": "growth_interval must be",
+    }.items():
+        with pytest.raises(jt.UserError, match=message):
+            eval(f"per_layer_loss_scale({options})")
+    state = _scaler().init(None)
+    assert state_dict(_scaler(), state) == {
+        "scale": 256.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 3,
+        "_growth_tracker": 0,
+    }
