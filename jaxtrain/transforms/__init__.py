@@ -27,6 +27,7 @@ from jaxtrain.transforms.loops import at_most as at_most
 from jaxtrain.transforms.loops import most_times as most_times
 from jaxtrain.transforms.merged_rows import UnmergeRows as UnmergeRows
 from jaxtrain.transforms.partial_gradients import partial_gradients as partial_gradients
+from jaxtrain.transforms.platform import is_gpu as is_gpu
 from jaxtrain.transforms.policies import Policy
 from jaxtrain.transforms.policies import policy as policy
 from jaxtrain.transforms.precision import KERNEL as KERNEL

@@ -101,8 +101,9 @@ def _on_a_gpu(
     if tiled or a_scale.size > 1 or b_scale.size > 1:
         return _evaluate(a, a_scale, b, b_scale, *bias, **params)
     low = result if result.itemsize == 2 else np.dtype(jnp.bfloat16)
-    pairs = ((a, a_scale), (b, b_scale))
-    operands = (x.astype(low) * (1 / scale).reshape(()).astype(low) for x, scale in pairs)
+    # Behind a barrier, or XLA might round a scale in a kernel before this one.
+    of_a, of_b = lax.optimization_barrier([(1 / scale).reshape(()) for scale in (a_scale, b_scale)])
+    operands = (x.astype(low) * scale.astype(low) for x, scale in ((a, of_a), (b, of_b)))
     product = lax.dot_general(*operands, dimension_numbers, preferred_element_type=result)
     for x in bias:
         product += lax.broadcast_in_dim(x.astype(result), product.shape, range(product.ndim))

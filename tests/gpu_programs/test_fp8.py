@@ -39,26 +39,24 @@ def test_a_scaled_product_with_a_bias_is_one_call_with_scales_in_float32():
     assert dict(found.product_dtypes) == {"f8e5m2×f8e4m3fn→bf16": 1}
     assert found.products[0].instruction.target == "__cublas$lt$matmul$f8"
     assert found.moved_bytes < ROWS * WIDTH + FEATURES * WIDTH + 2 * ROWS * FEATURES + 2 * FEATURES + 64
-    assert not re.search(r"bf16\[(1,1)?\]", found.hlo), "a scale is rounded"
+    roundings = re.findall(r"= bf16\[(?:1,1)?\]\S* convert", found.hlo)
+    assert not roundings, "a scale is rounded"
 
 
-@pytest.mark.parametrize("scaling", ["fp8", "fp8_row"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_all_products_with_kernels_are_in_8_bits(scaling, accumulate):
-    if scaling == "fp8_row" and accumulate > 1:
-        pytest.skip("as with one")
-    found = program(Settings("llama", scaling, accumulate=accumulate))
-    gradients = "f8e4m3fn" if scaling == "fp8_row" else "f8e5m2"
-    result = "f32" if scaling == "fp8_row" else "bf16"
-    times = LINEAR_LAYERS * accumulate
-    expected = {}
-    for operands in ("f8e4m3fn×f8e4m3fn", f"{gradients}×f8e4m3fn", f"f8e4m3fn×{gradients}"):
-        dtypes = f"{operands}→{result}"
-        expected[dtypes] = expected.get(dtypes, 0) + times
-    others = {dtypes: n for dtypes, n in found.product_dtypes.items() if dtypes not in expected}
-    assert {dtypes: found.product_dtypes[dtypes] for dtypes in expected} == expected
+@pytest.mark.parametrize(("precision", "accumulate"), [("fp8", 1), ("fp8", 2), ("fp8_row", 1)])
+def test_all_products_with_kernels_are_in_8_bits(precision, accumulate):
+    found = program(Settings("llama", precision, accumulate=accumulate))
+    products = found.product_dtypes
     # The output layer, with its gradients, and attention.
-    assert others == {"bf16×bf16→bf16": accumulate * (3 + 2 * LAYERS)}
-    calls = [p for p in found.products if p.operands[0].startswith("f8")]
-    assert {p.instruction.target for p in calls} == {"__cublas$lt$matmul$f8"}
+    assert products.pop("bf16×bf16→bf16") == accumulate * (3 + 2 * LAYERS)
+    times = LINEAR_LAYERS * accumulate
+    if precision == "fp8":
+        operands = ("f8e4m3fn×f8e4m3fn", "f8e5m2×f8e4m3fn", "f8e4m3fn×f8e5m2")
+        assert products == {f"{pair}→bf16": times for pair in operands}
+    else:
+        # Scaled in a kernel of its own. XLA merges some that share an operand.
+        assert products.keys() == {"f8e4m3fn×f8e4m3fn→f32"}
+        assert 2 * times < products.total() <= 3 * times
+    calls = {p.instruction.target for p in found.products if p.operands[0].startswith("f8")}
+    assert calls == {"__cublas$lt$matmul$f8"}
     assert found.host_waits == 0
