@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         eval_step,
         leaf_name,
         per_layer_loss_scale,
+        precision_losses,
         static_loss_scale,
         train_step,
     )
@@ -87,6 +88,7 @@ __all__ = [
     "leaf_name",
     "load_imported",
     "per_layer_loss_scale",
+    "precision_losses",
     "static_loss_scale",
     "train_step",
 ]
@@ -99,7 +101,8 @@ _MODULES = {
     "run": ("Audio", "Image", "Initial", "Predictions", "Recipe", "Table", "Task", "Text"),
     "step": (
         *("Loss", "TrainState", "TrainStep", "dynamic_loss_scale"),
-        *("eval_step", "leaf_name", "per_layer_loss_scale", "static_loss_scale", "train_step"),
+        *("eval_step", "leaf_name", "per_layer_loss_scale", "precision_losses"),
+        *("static_loss_scale", "train_step"),
     ),
     "torch_import": ("ImportedModel", "SavedModel", "from_torch", "load_imported"),
     "transforms": ("Policy", "autocast", "autocast_disabled", "block", "hook", "kernel"),

@@ -176,7 +176,7 @@ def _interpret(recipe: Recipe, training: Training, state: TrainState, batch: Bat
     step = training_step(recipe, training.task)
     like = state_shapes(step, training.task, recipe)
     state = jax.device_put(state, jax.devices()[0])
-    before = state._replace(loss_scale=like.loss_scale) if wide else state
+    before = state._replace(loss_scale=like.loss_scale, scales=like.scales) if wide else state
     before = jax.tree.map(lambda x, shape: x if x.dtype == shape.dtype else x.astype(shape.dtype), before, like)
     arguments = {path_name(path): jnp.asarray(x) for path, x in _named(before, batch)}
     closed, shapes = jax.make_jaxpr(step.pure, return_shape=True)(before, batch)

@@ -34,6 +34,8 @@ def require_pipelined(parts: StepParts, rules: Rules | None, size: int) -> None:
         raise UserError(f"hooks {list(parts.loss.hooks)} are not applied in a pipeline: use other axes, or no hooks")
     if parts.reshard_after != "forward":
         raise UserError("a pipeline gathers parameters of fsdp in every tick: use reshard_after='forward'")
+    if (fp8 := parts.loss.policy.fp8) is not None and fp8.is_delayed:
+        raise UserError("delayed scaling of fp8 is not supported in a pipeline: use precision='fp8', or other axes")
     if scales_blocks(parts.scaler):
         raise UserError("per_layer_loss_scale is not supported in a pipeline: use other axes, or dynamic_loss_scale()")
     if parts.loss.unroll:

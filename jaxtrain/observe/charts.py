@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.observe.log_line import SHARE
 from jaxtrain.observe.record import Record
 
 _POINTS = 1500  # points per curve: about the columns of a wide screen
@@ -74,6 +75,7 @@ def charts(records: Sequence[Record]) -> list[Chart]:
     names = dict.fromkeys(
         name for record in records for line in record.metrics for name in line.values() if name not in _MARKS
     )
+    names = {name: None for name in names if not name.startswith(SHARE)}
     if not any(record.uses_loss_scale for record in records):
         names.pop("loss_scale", None)
     found = [*_losses(records)]

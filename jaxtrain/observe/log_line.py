@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
+from jaxtrain.step import PrecisionLosses
+
 
 class Throughput(NamedTuple):
     """Training throughput."""
@@ -47,6 +49,7 @@ _NUMBERS = (
     *("mfu", "gpu_utilization"),
 )
 _RATE, _EVAL, _PER_S, _MEDIA = "lr/", "eval_", "_per_s", "media"
+_PRECISION, SHARE = "precision", "precision/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,8 @@ class LogLine:
     """Mean validation loss and metrics, by name, without the prefix `eval_`."""
     other: Mapping[str, Any] = field(default_factory=dict)
     """Metrics of a user's own loop."""
+    precision: PrecisionLosses | None = None
+    """What the precision loses of the step's first micro-batch."""
     media: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Names of files in the run's folder `media`, by tag."""
 
@@ -109,10 +114,13 @@ class LogLine:
         Raises:
           KeyError: The line has no step.
         """
-        left = {key: math.nan if value is None else value for key, value in line.items()}
+        left: dict[str, Any] = {key: math.nan if value is None else value for key, value in line.items()}
         known: dict[str, Any] = {"step": left.pop("step")}
         if isinstance(left.get(_MEDIA), Mapping):
             known["media"] = left.pop(_MEDIA)
+        if isinstance(left.get(_PRECISION), Mapping):
+            known["precision"] = PrecisionLosses.from_json(left.pop(_PRECISION))
+            left = {key: value for key, value in left.items() if not key.startswith(SHARE)}
         for name in _NUMBERS:
             if _KEYS.get(name, name) in left:
                 known[name] = left.pop(_KEYS.get(name, name))
@@ -143,11 +151,15 @@ class LogLine:
             "mfu": self.mfu,
             _KEYS["gpu_utilization"]: self.gpu_utilization,
             **{f"{_EVAL}{name}": value for name, value in self.evaluation.items()},
+            **(
+                {} if self.precision is None else {f"{SHARE}{k}": share for k, share in self.precision.shares().items()}
+            ),
             **self.other,
         }
         return {key: value for key, value in named.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the line as a JSON object: `values` with null for numbers that are not finite, and `media`."""
+        """Return the line as a JSON object: `values`, null for those that are not finite, `precision` and `media`."""
         finite = {key: value if math.isfinite(value) else None for key, value in self.values().items()}
-        return finite | ({_MEDIA: self.media} if self.media else {})
+        measured = {} if self.precision is None else {_PRECISION: self.precision.to_json()}
+        return finite | measured | ({_MEDIA: self.media} if self.media else {})

@@ -16,7 +16,7 @@ from jaxtrain.losses import cross_entropy
 from jaxtrain.run import EvaluationSums, Task, means
 from jaxtrain.run import Predictions as ClassLogits
 from jaxtrain.step import TrainState, eval_step
-from jaxtrain.transforms import convert_where_used, policy
+from jaxtrain.transforms import Policy, convert_where_used, policy
 
 BINS = 10
 
@@ -86,7 +86,7 @@ class Bin(NamedTuple):
 
 
 def evaluate_examples(
-    task: Task, state: TrainState, batches: Iterable[Batch], *, precision: str
+    task: Task, state: TrainState, batches: Iterable[Batch], *, precision: str | Policy
 ) -> tuple[dict[str, float], Predictions | Outputs]:
     """Evaluate a state on batches, example by example.
 

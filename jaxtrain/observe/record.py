@@ -59,6 +59,11 @@ class Record:
         return [line for line in self.metrics if line.has_finite_eval_loss]
 
     @property
+    def precision(self) -> LogLine | None:
+        """The last line with a measurement of what the precision loses."""
+        return next((line for line in reversed(self.metrics) if line.precision), None)
+
+    @property
     def best(self) -> LogLine | None:
         """The line of the lowest validation loss."""
         return min(self.evaluations, key=lambda line: line.evaluation["loss"], default=None)

@@ -18,6 +18,7 @@ import jinja2
 from jaxtrain.cost import format_bytes
 from jaxtrain.observe.charts import chart_data
 from jaxtrain.observe.formatting import format_count, format_duration
+from jaxtrain.observe.precision_figure import precision_figure, precision_table
 from jaxtrain.observe.record import Record
 from jaxtrain.observe.shown_media import shown_media
 from jaxtrain.recipes import RECIPES
@@ -69,6 +70,8 @@ def render_report(records: Sequence[Record], *, live: bool = False) -> str:
         live=live,
         data=chart_data(records),
         media=shown_media(records),
+        precision_figure=precision_figure,
+        precision_table=precision_table,
         columns=columns,
         settings=settings,
         environment=_rows([_flatten(_environment(record.config)) for record in records]),

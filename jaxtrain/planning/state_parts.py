@@ -60,6 +60,7 @@ def state_parts(state: TrainState, frozen: Frozen) -> list[StatePart]:
         "moving average": state.ema,
         "compensation of the parameters": state.compensation,
         "model state": state.model_state,
+        "scales of 8-bit products": state.scales,
         "gradients of the window": state.window,
     }
     return [

@@ -48,10 +48,24 @@ class Recipe:
     accumulate: int = 1
     """Number of micro-batches per update, processed one after another to save memory."""
     precision: Literal[
-        "fp32", "tf32", "bf16", "fp16", "bf16_compute", "bf16_params", "bf16_params_stochastic", "bf16_params_kahan"
+        "fp32",
+        "tf32",
+        "bf16",
+        "fp16",
+        "bf16_compute",
+        "bf16_params",
+        "bf16_params_stochastic",
+        "bf16_params_kahan",
+        "fp8",
+        "fp8_delayed",
+        "fp8_row",
+        "fp8_block",
     ] = "fp32"
     """Dtype of matrix products and convolutions, and with bf16_compute and bf16_params of all activations; parameters
-    are float32, except with bf16_params, which rounds them to nearest, stochastically or with Kahan compensation."""
+    are float32, except with bf16_params, which rounds them to nearest, stochastically or with Kahan compensation. In
+    fp8 only products with a kernel are in 8 bits, all others in bf16."""
+    fp8_exclude: str | None = None
+    """In fp8, kernels whose products are in bf16: patterns of their paths, such as "head/*"; None: output heads."""
     mesh: str | None = None
     """Device mesh, such as "data=2,fsdp=4" (dcn, pipeline, sequence, tensor); None: one device, or all of several
     processes."""
@@ -95,6 +109,9 @@ class Recipe:
     """Evaluate every n updates."""
     histograms: bool = False
     """Write histograms of the parameters to TensorBoard at each evaluation."""
+    watch_precision: int = 0
+    """Measure what 16 or 8 bits lose, layer by layer, at the first of every n updates; 0 never. A measurement takes
+    about as long as a micro-batch."""
     save_every: int = 100
     """Save a checkpoint every n updates."""
     keep_last: int = 3

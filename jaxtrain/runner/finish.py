@@ -18,7 +18,7 @@ from jaxtrain.observe import (
     write_report,
     write_result,
 )
-from jaxtrain.run import Recipe, Task, evaluation_batches
+from jaxtrain.run import Recipe, Task, evaluation_batches, run_policy
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner.loop import Outcome
 from jaxtrain.step import TrainState, averaged
@@ -91,7 +91,7 @@ def analyze_errors(
     if kind is not Kind.SOURCE or not isinstance(source[0], Mapping):
         examples = []
         batches = _recorded(batches, examples)
-    means, predictions = evaluate_examples(task, averaged(state), batches, precision=recipe.precision)
+    means, predictions = evaluate_examples(task, averaged(state), batches, precision=run_policy(recipe))
     return ErrorAnalysis(name, int(state.step), split, task, examples, means, predictions)
 
 

@@ -95,6 +95,10 @@ class Interval:
         """Exclude the time since the last step, spent on evaluation or a checkpoint, from the throughput."""
         self._since = time.perf_counter()
 
+    def exclude(self, seconds: float) -> None:
+        """Exclude this much of the time since the last line from the throughput."""
+        self._since += seconds
+
     def state(self) -> dict[str, Any]:
         """Return the steps since the last line, as JSON, so that a resumed run logs the same; waits for the last."""
         steps = self._on_host()

@@ -20,6 +20,7 @@ from jaxtrain.runner.guards import RunInvalid, Spike, write_batch
 from jaxtrain.runner.lock import RunLock, check_free
 from jaxtrain.runner.out_of_memory import explain_out_of_memory
 from jaxtrain.runner.position import Position
+from jaxtrain.runner.precision_watch import PrecisionWatch
 from jaxtrain.runner.process_watch import Phase, ProcessWatch
 from jaxtrain.runner.signals import StopSignals
 from jaxtrain.runner.training import Evaluation, Training, build_training
@@ -251,6 +252,7 @@ def _train(session: Session, state: TrainState, log: MetricsLog | NoMetricsLog) 
     """
     training, position, checkpoints, run, console, trace, events, watch = session
     recipe, guard, interval, patience = training.recipe, position.guard, position.interval, position.patience
+    watched = PrecisionWatch(training, interval, console.message)
     saving = None  # the step of a checkpoint that is not reported yet
     with StopSignals() as stop, console.progress(int(state.step), recipe.steps, training.task.unit) as progress:
         interval.restart_clock()
@@ -259,6 +261,7 @@ def _train(session: Session, state: TrainState, log: MetricsLog | NoMetricsLog) 
                 trace.before(i, state)
             watch.enter(Phase.READ, i)
             batch = next(position.batches)
+            losses = watched.measure(i, state, batch)
             watch.enter(Phase.STEP, i)
             state, metrics = training.dispatch(state, batch)
             position.add(DispatchedStep(i, batch, metrics))
@@ -276,6 +279,8 @@ def _train(session: Session, state: TrainState, log: MetricsLog | NoMetricsLog) 
                 if recipe.histograms:
                     log.histograms(i, histograms(state.params))
                 interval.restart_clock()
+            if losses:
+                line = replace(line or LogLine(step=i), precision=losses)
             watch.enter(Phase.LOG, i)
             media = events.take_media()
             if line or media:

@@ -19,7 +19,7 @@ from jaxtrain.optim import (
     parse_expression,
 )
 from jaxtrain.paths import Frozen, Matching, none_frozen
-from jaxtrain.run import Recipe, Task
+from jaxtrain.run import Recipe, Task, run_policy
 from jaxtrain.step import (
     TrainState,
     TrainStep,
@@ -48,7 +48,7 @@ def training_step(recipe: Recipe, task: Task) -> TrainStep:
     return train_step(
         task.loss_fn,
         optimizer(recipe, task.no_decay or no_decay),
-        precision=recipe.precision,
+        precision=run_policy(recipe),
         accumulate=recipe.accumulate,
         clip_norm=recipe.clip_norm,
         frozen=frozen(recipe, task),

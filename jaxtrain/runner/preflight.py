@@ -16,8 +16,8 @@ from jaxtrain.distributed import PIPELINE, data_parallel_size, parse_mesh, run_d
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief, type_errors
 from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, build_expression
-from jaxtrain.paths import path_name
-from jaxtrain.run import Recipe, Task, is_reference
+from jaxtrain.paths import Matching, path_name
+from jaxtrain.run import Recipe, Task, is_reference, run_policy
 from jaxtrain.run_folder import RunFolder, default_folder, read_config
 from jaxtrain.runner.optimizer import (
     defines_optimizer,
@@ -27,10 +27,10 @@ from jaxtrain.runner.optimizer import (
     schedule,
     schedule_call,
 )
-from jaxtrain.step import CompilerOptions, TrainState
-from jaxtrain.transforms import Schedule, remat
+from jaxtrain.step import CompilerOptions, TrainState, validated
+from jaxtrain.transforms import Schedule, format_uses, kernel_uses, remat
 
-_MAY_BE_ZERO = {"warmup_steps", "seed", "allow_recompile", "keep_best", "workers"}
+_MAY_BE_ZERO = {"watch_precision", "warmup_steps", "seed", "allow_recompile", "keep_best", "workers"}
 _OF_RUN = {field.name for field in dataclasses.fields(Recipe)}
 # Steps are counted in int32. Larger sizes of a model are mistakes that would be traced or allocated.
 _MOST_OF_RUN, _MOST_WIDE = 2**31 - 1, 2**20
@@ -102,6 +102,11 @@ def check_settings(recipe: Recipe) -> None:
         raise UserError(
             f"batch_size {recipe.batch_size} is not divisible by accumulate {recipe.accumulate}: "
             f"use a multiple of {recipe.accumulate}"
+        )
+    if recipe.watch_precision and recipe.precision in ("fp32", "tf32", "fp8_delayed"):
+        raise UserError(
+            f"watch_precision {recipe.watch_precision} measures what 16 or 8 bits lose, which is not supported for "
+            f"precision {recipe.precision!r}: use another precision, such as fp16, or 0"
         )
     if recipe.mesh is not None and (recipe.batch_size // recipe.accumulate) % (
         n := data_parallel_size(parse_mesh(recipe.mesh))
@@ -248,9 +253,24 @@ def describe(
         **arrays,
         "parameters": f"{count:,} in {dtypes}, {size / 2**20:.1f} MiB" + (f", {held:,} frozen" if held else ""),
         **average,
+        **_fp8_products(task, state, batch, recipe),
         **sharding,
         "effective batch": str(effective).removeprefix("effective batch "),
     }
+
+
+def _fp8_products(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe: Recipe) -> dict[str, str]:
+    """Return which kernels are in 8 bits. Raises `UserError` for a pattern of excluded ones that matches none."""
+    numerics = run_policy(recipe)
+    if numerics.fp8 is None:
+        return {}
+    in_compute_dtype = dataclasses.replace(numerics, fp8=None).apply(validated(task.loss_fn), state_argnums=(3,))
+    uses = kernel_uses(in_compute_dtype, numerics.fp8, state.params, batch, state.rng, state.model_state)
+    for pattern in numerics.fp8.exclude if recipe.fp8_exclude is not None else ():
+        if not any(Matching((pattern,))(use.path) for use in uses):
+            kernels = ", ".join(dict.fromkeys(use.path for use in uses))
+            raise UserError(f"fp8_exclude {pattern!r} matches no kernel: use a pattern of one of {kernels}")
+    return {"fp8": format_uses(uses)}
 
 
 def _format_options(options: CompilerOptions) -> str:

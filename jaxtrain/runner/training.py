@@ -29,6 +29,7 @@ from jaxtrain.run import (
     check_memory,
     evaluation_batches,
     means,
+    run_policy,
     split_media,
     task_batches,
 )
@@ -178,7 +179,7 @@ def held_out_evaluation(task: Task, recipe: Recipe) -> Evaluate:
     mesh = run_mesh(recipe.mesh)
     loss_fn = task.loss_fn if mesh is None else constrain_shardings(task.loss_fn, mesh, task.sharding)
     place = partial(place_whole_batch, mesh=mesh) if mesh is not None else lambda batch: batch
-    sums = EvaluationSums(eval_step(loss_fn, precision=recipe.precision, deterministic=recipe.deterministic), place)
+    sums = EvaluationSums(eval_step(loss_fn, precision=run_policy(recipe), deterministic=recipe.deterministic), place)
     custom = task.evaluate
 
     def batches() -> Iterator[Any]:

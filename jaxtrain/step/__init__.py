@@ -22,6 +22,8 @@ from jaxtrain.step.loss_scale import consecutive_skips as consecutive_skips
 from jaxtrain.step.loss_scale import current_scale as current_scale
 from jaxtrain.step.loss_scale import dynamic_loss_scale, load_state_dict, state_dict, static_loss_scale
 from jaxtrain.step.loss_scale import is_scaled as is_scaled
+from jaxtrain.step.lost_values import KINDS as KINDS
+from jaxtrain.step.lost_values import LayerLosses, Magnitudes, PrecisionLosses
 from jaxtrain.step.mistakes import accepts as accepts
 from jaxtrain.step.mistakes import check_optimizer as check_optimizer
 from jaxtrain.step.mistakes import signature_of as signature_of
@@ -33,6 +35,7 @@ from jaxtrain.step.objective import LossFn as LossFn
 from jaxtrain.step.objective import validated as validated
 from jaxtrain.step.per_layer_scale import per_layer_loss_scale
 from jaxtrain.step.per_layer_scale import scales_blocks as scales_blocks
+from jaxtrain.step.precision_losses import PrecisionMeasurement, precision_losses
 from jaxtrain.step.retrace import limit_recompilation as limit_recompilation
 from jaxtrain.step.rounding import apply_updates as apply_updates
 from jaxtrain.step.rounding import stochastic_round as stochastic_round
@@ -48,7 +51,11 @@ from jaxtrain.step.step import window_step as window_step
 from jaxtrain.step.window_loop import LONGEST as LONGEST
 
 __all__ = [
+    "LayerLosses",
     "Loss",
+    "Magnitudes",
+    "PrecisionLosses",
+    "PrecisionMeasurement",
     "TrainState",
     "TrainStep",
     "accumulate",
@@ -58,6 +65,7 @@ __all__ = [
     "leaf_name",
     "load_state_dict",
     "per_layer_loss_scale",
+    "precision_losses",
     "scale_by_learning_rate",
     "state_dict",
     "static_loss_scale",

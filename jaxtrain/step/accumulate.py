@@ -130,6 +130,13 @@ def split_batch(batch: Any, k: int) -> Any:
     return jax.tree_util.tree_map_with_path(split, batch, is_leaf=is_list_of_numbers)
 
 
+def scaled_mean(loss: Loss, k: jax.Array | int, scale: jax.Array | float) -> jax.Array:
+    """Return what is differentiated: a micro-batch's mean loss over k, multiplied by the loss scale."""
+    # The mean over k, as PyTorch's loops divide it, so that fp16 overflows and underflows at the same scales.
+    mean = loss.total / (nonzero_weight(loss.weight) * jnp.asarray(k, loss.weight.dtype))
+    return mean * jnp.asarray(scale, mean.dtype)
+
+
 def nonzero_weight(weight: jax.Array) -> jax.Array:
     """Return `weight`, or 1 where it is 0: a fully masked batch has gradient 0, not 0/0."""
     return jnp.where(weight > 0, weight, jnp.ones_like(weight))

@@ -67,6 +67,7 @@ class LossProgram(NamedTuple):
       gather: Gathers the parameters of which every device keeps a copy for the window; None to keep none.
       stages: Stages of a pipeline that a window's micro-batches pass through; None for no pipeline.
       of_head: How the stages divide the rows of what follows the layers; None if each computes all of it.
+      observe: Adds functions that observe values; the identity in a training step.
     """
 
     loss_fn: LossFn
@@ -82,13 +83,14 @@ class LossProgram(NamedTuple):
     gather: Gather | None = None
     stages: Stages | None = None
     of_head: RowDivision | None = None
+    observe: Callable[[Compute], Compute] = identity
 
     @property
     def is_on_mesh(self) -> bool:
         """Whether the program is one for a mesh."""
         return self.constrain is not identity
 
-    def numerics(self) -> list[Callable[..., Any]]:
+    def numerics(self, scales: Any = None, probes: Any = None) -> list[Callable[..., Any]]:
         """Return the first transforms, in order of application; they decide the dtype of every operation."""
         return [
             # Innermost, so that an error about the loss_fn's result names what the loss_fn itself returned.
@@ -98,7 +100,7 @@ class LossProgram(NamedTuple):
             # Before autocast, so that a parameter's hook receives the float32 gradient, as in PyTorch.
             partial(add_hooks, hooks=self.hooks),
             # Decides every operation's dtype; what follows only changes how operations are computed.
-            partial(self.policy.apply, state_argnums=(3,)),
+            partial(self.policy.apply, state_argnums=(3,), scales=scales, probes=probes),
         ]
 
     def transforms(
@@ -106,7 +108,9 @@ class LossProgram(NamedTuple):
     ) -> list[Callable[..., Any]]:
         """Return the transforms in order of application: each rewrites the program of all before it."""
         return [
-            *self.numerics(),
+            *self.numerics(scales.products, probes.products),
+            # After autocast, whose roundings it observes.
+            self.observe,
             # After autocast, in whose dtypes the copies are.
             identity if copies is None else partial(with_copies, copies=copies),
             # After autocast, whose products it differentiates group by group.
@@ -155,9 +159,13 @@ class LossProgram(NamedTuple):
             return None
         return self.gather(params, self.used_dtypes(params, *rest))
 
+    def with_numerics(self) -> Compute:
+        """Return the loss_fn with the first transforms only."""
+        return self._apply(self.numerics())
+
     def used_dtypes(self, params: Any, *rest: Any) -> Any:
         """Return the dtypes in which `compute(params, …)` uses the parameters; None for tables that it looks up in."""
-        return used_dtypes(self._apply(self.numerics()))(params, *rest)
+        return used_dtypes(self.with_numerics())(params, *rest)
 
     def _apply(self, transforms: Sequence[Callable[..., Any]]) -> Any:
         return reduce(lambda compute, transform: transform(compute), transforms, self.loss_fn)

@@ -27,6 +27,7 @@ from jaxtrain.step.accumulate import (
     mean_gradient,
     nonzero_weight,
     open_window,
+    scaled_mean,
     split_batch,
 )
 from jaxtrain.step.arithmetic import widen
@@ -115,7 +116,8 @@ class StepParts(NamedTuple):
 
     def scales(self, state: TrainState) -> Probes:
         """Return the scales that the passes of a state read; no leaves if they observe nothing."""
-        return NO_PROBES._replace(blocks=block_values(state.loss_scale))
+        products = None if state.scales is None else state.scales.scale
+        return Probes(products=products, blocks=block_values(state.loss_scale))
 
     def _with_loss(self, loss: LossProgram) -> "StepParts":
         return self._replace(loss=loss, compute_loss=loss.compute())
@@ -164,6 +166,7 @@ def init_state(
         rng=jax.random.key(seed),
         window=None,
         ema=None if parts.ema is None else jax.tree.map(jnp.copy, trained),
+        scales=policy.init_scales(params),
         compensation=init_compensation(policy.param_rounding, trained),
     )
     return state._replace(window=empty_window(parts, state)) if streaming else state
@@ -180,6 +183,7 @@ def require_fitting(parts: StepParts, state: Any, batch: Any = None) -> None:
             f"the state has {has}, but this step expects {expects}: create it with this step's init(params), "
             "or give both steps the same precision and loss_scale"
         )
+    _require_scales(parts, state)
     if (state.ema is None) != (parts.ema is None):
         has = "no moving average" if state.ema is None else "a moving average"
         raise UserError(
@@ -193,6 +197,17 @@ def require_fitting(parts: StepParts, state: Any, batch: Any = None) -> None:
             f"the state has {has} of its parameters' rounding, but this step has param_rounding {rounding!r}: create "
             "it with this step's init(params), or give both steps the same precision"
         )
+
+
+def _require_scales(parts: StepParts, state: TrainState) -> None:
+    expected = jax.eval_shape(parts.loss.policy.init_scales, state.params)
+    if jax.tree.map(jnp.shape, expected) != jax.tree.map(jnp.shape, state.scales):
+        has = "no scales" if state.scales is None else "other scales"
+        remedy = "create it with this step's init(params)"
+        if expected is None:
+            has, remedy = "scales", f"{remedy}, or use state._replace(scales=None)"
+        expects = "none" if expected is None else "those of delayed scaling"
+        raise UserError(f"the state has {has} of products in 8 bits, but this step expects {expects}: {remedy}")
 
 
 def _loss_scale_name(loss_scale: Any) -> str:
@@ -263,9 +278,7 @@ def micro_gradient(
         variables, probes = variables_and_probes
         params = join(variables)
         loss, metrics, model_state = compute_with(probes)(params, micro_batch, rng, state.model_state)
-        # The mean over k, as PyTorch's loops divide it, so that fp16 overflows and underflows at the same scales.
-        mean = loss.total / (nonzero_weight(loss.weight) * jnp.asarray(k, loss.weight.dtype))
-        return mean * jnp.asarray(scale, mean.dtype), (loss, metrics, model_state)
+        return scaled_mean(loss, k, scale), (loss, metrics, model_state)
 
     differentiate = jax.grad(scaled_loss, has_aux=True)
     if in_loop:
@@ -389,6 +402,7 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
         opt_state=opt_state,
         loss_scale=loss_scale,
         ema=ema,
+        scales=parts.loss.policy.next_scales(state.scales, gradient.observed.products),
         compensation=compensation,
     )
     return new, update_metrics(state, new, grad_norm=grad_norm, skip=skip, lr=lr, nonfinite=nonfinite)

@@ -7,10 +7,16 @@ from jaxtrain.transforms.blocks import at_blocks as at_blocks
 from jaxtrain.transforms.blocks import count_blocks as count_blocks
 from jaxtrain.transforms.casts import in_float32 as in_float32
 from jaxtrain.transforms.casts import widen as widen
+from jaxtrain.transforms.exponents import BASE as BASE
+from jaxtrain.transforms.exponents import bounds as bounds
+from jaxtrain.transforms.exponents import rounding_limits as rounding_limits
 from jaxtrain.transforms.fp8 import Fp8
 from jaxtrain.transforms.fp8_casts import fuse_casts as fuse_casts
 from jaxtrain.transforms.fp8_kernels import KernelUse as KernelUse
+from jaxtrain.transforms.fp8_kernels import format_uses as format_uses
 from jaxtrain.transforms.fp8_kernels import kernel_uses as kernel_uses
+from jaxtrain.transforms.fp8_operands import gradient_format as gradient_format
+from jaxtrain.transforms.fp8_scales import E4M3 as E4M3
 from jaxtrain.transforms.gathered import DIVIDED_LOOKUP as DIVIDED_LOOKUP
 from jaxtrain.transforms.gathered import used_dtypes as used_dtypes
 from jaxtrain.transforms.gathered import with_copies as with_copies
@@ -41,6 +47,11 @@ from jaxtrain.transforms.remat import BLOCK as BLOCK
 from jaxtrain.transforms.remat import block
 from jaxtrain.transforms.remat import remat as remat
 from jaxtrain.transforms.residuals import StoredResiduals as StoredResiduals
+from jaxtrain.transforms.rounded_values import Counter as Counter
+from jaxtrain.transforms.rounded_values import Counters as Counters
+from jaxtrain.transforms.rounded_values import Formats as Formats
+from jaxtrain.transforms.rounded_values import count_rounded as count_rounded
+from jaxtrain.transforms.rounded_values import zero_counters as zero_counters
 from jaxtrain.transforms.scanned import fuse_slices as fuse_slices
 from jaxtrain.transforms.scanned import save_costly as save_costly
 from jaxtrain.transforms.split_products import split_products as split_products

@@ -6,8 +6,11 @@ parameter in the dtype that it is stored in.
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +27,7 @@ from jaxtrain.transforms.casts import LOWER_FLOATS, is_array, to_dtype
 from jaxtrain.transforms.fp8 import Fp8
 from jaxtrain.transforms.fp8_product import fp8_product
 from jaxtrain.transforms.gathered import DIVIDED_LOOKUP
+from jaxtrain.transforms.kernel_scales import KernelScales, Uses
 from jaxtrain.transforms.precision import DISABLED
 
 MULTIPLE = 16
@@ -49,12 +53,14 @@ class KernelUse(NamedTuple):
     reason: str | None
 
 
-def fp8_products(fn: Callable[..., Any], fp8: Fp8) -> Callable[..., Any]:
+def fp8_products(fn: Callable[..., Any], fp8: Fp8, scales: Any = None, probes: Any = None) -> Callable[..., Any]:
     """Compute the products of a function `fn(params, …)` with its parameters in 8 bits.
 
     Args:
       fn: The function, under autocast or computed in low precision as a whole.
-      fp8: The settings.
+      fp8: The settings. "delayed" is "tensor" without `scales`.
+      scales: With the scaling "delayed", the scales of each kernel, a tree like the parameters.
+      probes: Zeros like `scales`: the gradient by them is the largest magnitudes that products have.
 
     Returns:
       The same function. Products qualify whose kernel, of sizes that are multiples of 16, is a parameter that is
@@ -73,7 +79,7 @@ def fp8_products(fn: Callable[..., Any], fp8: Fp8) -> Callable[..., Any]:
 
     def computed(*args: Any, **kwargs: Any) -> Any:
         uses: list[KernelUse] = []
-        result = _rewritten(fn, fp8, uses)(*args, **kwargs)
+        result = _rewritten(fn, fp8, uses, scales, probes)(*args, **kwargs)
         if all(use.reason for use in uses):
             raise UserError(_none_qualifies(uses))
         return result
@@ -101,6 +107,18 @@ def kernel_uses(fn: Callable[..., Any], fp8: Fp8, *args: Any) -> list[KernelUse]
     return uses
 
 
+def format_uses(uses: Sequence[KernelUse]) -> str:
+    """Return which kernels are in 8 bits and which are not, in one line.
+
+    Example:
+      >>> format_uses([KernelUse("blocks/fc/kernel", 12, None), KernelUse("head/kernel", 1, "excluded")])
+      '12 kernels; not in 8 bits: head/kernel (excluded)'
+    """
+    low = sum(use.kernels for use in uses if use.reason is None)
+    others = ", ".join(f"{use.path} ({use.reason})" for use in uses if use.reason is not None)
+    return f"{low} kernel{'s' * (low != 1)}" + (f"; not in 8 bits: {others}" if others else "")
+
+
 def _none_qualifies(uses: Sequence[KernelUse]) -> str:
     found = "; ".join(dict.fromkeys(f"{use.path or 'params'} ({use.reason})" for use in uses)) or "no parameter is one"
     return (
@@ -109,17 +127,26 @@ def _none_qualifies(uses: Sequence[KernelUse]) -> str:
     )
 
 
-def _rewritten(fn: Callable[..., Any], fp8: Fp8, uses: list[KernelUse]) -> Callable[..., Any]:
+def _rewritten(
+    fn: Callable[..., Any], fp8: Fp8, uses: list[KernelUse], scales: Any = None, probes: Any = None
+) -> Callable[..., Any]:
+    if fp8.is_delayed and scales is None:
+        fp8 = Fp8(exclude=fp8.exclude)
+
     def computed(params: Any, *rest: Any, **kwargs: Any) -> Any:
         leaves = jax.tree_util.tree_leaves_with_path(params)
         excluded = Matching(fp8.exclude)
+        is_none = partial(operator.is_, None)
+        of_leaves = [jax.tree.leaves(tree, is_leaf=is_none) for tree in (scales, probes)]
+        given_scales = [None if s is None else KernelScales(s, p) for s, p in zip(*of_leaves, strict=True)]
 
         def evaluate(closed: ClosedJaxpr, values: list[Any]) -> list[Any]:
             given = []
-            for (path, _), x, var in zip(leaves, values, closed.jaxpr.invars, strict=False):
+            of_params = zip(leaves, values, closed.jaxpr.invars, given_scales or repeat(None), strict=False)
+            for (path, _), x, var, own in of_params:
                 name = path_name(path)
                 reason = "excluded" if excluded(name) else "looked up" if _is_table(closed.jaxpr, var) else None
-                given.append(_Parameter(x, x.dtype, name, x.size, reason) if is_array(x) else x)
+                given.append(_Parameter(x, own, x.dtype, name, x.size, reason) if is_array(x) else x)
             # Autocast traces its operations in one such region.
             run = _runner(fp8, uses, disabled=-1)
             return [*map(_converted, run(closed.jaxpr, closed.consts, [*given, *values[len(leaves) :]]))]
@@ -136,6 +163,7 @@ class _Parameter:
 
     Attributes:
       array: In the dtype that the parameter is stored in.
+      scales: Its delayed scales, or None.
       dtype: The dtype that it stands for.
       path: The path of the parameter.
       size: Number of elements of the parameter.
@@ -143,6 +171,7 @@ class _Parameter:
     """
 
     array: Any
+    scales: KernelScales | None
     dtype: Any = field(metadata={"static": True})
     path: str = field(metadata={"static": True})
     size: int = field(metadata={"static": True})
@@ -163,8 +192,9 @@ def _is_parameter(x: Any) -> bool:
 def _runner(fp8: Fp8, uses: list[KernelUse], disabled: int) -> jaxpr.Run:
     """Return a function that evaluates a jaxpr, called in so many regions in which autocast is disabled."""
 
-    def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+    def rule(of_jaxpr: Uses, eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
         del run
+        args = [_used(of_jaxpr, v, x) for v, x in zip(eqn.invars, args, strict=True)]
         name, depth = eqn.primitive.name, disabled + _regions(eqn)
         inner = _runner(fp8, uses, depth)
         if not any(map(_is_parameter, args)):
@@ -172,15 +202,16 @@ def _runner(fp8: Fp8, uses: list[KernelUse], disabled: int) -> jaxpr.Run:
         if name in _CALLS:
             return jaxpr.HIGHER_ORDER[name](eqn, args, inner)
         if name == "scan":
-            return jaxpr.HIGHER_ORDER[name](eqn, _with_converted_carry(eqn, args), _returning_arrays(inner))
+            return _scan(eqn, args, inner)
         first, rest = args[0], args[1:]
         if _is_parameter(first) and not any(map(_is_parameter, rest)):
             if name == "convert_element_type" and _is_followed(first, eqn.params["new_dtype"]):
                 return [replace(first, dtype=np.dtype(eqn.params["new_dtype"]))]
             if name in _LAYOUT or _is_identity(eqn):
-                return [replace(first, array=_apply(eqn, [first.array, *rest], inner)[0])]
+                array = _apply(eqn, [first.array, *rest], inner)[0]
+                return [replace(first, array=array, scales=first.scales and first.scales.after(eqn, rest))]
         if (product := _Product.of(eqn)) is not None and any(map(_is_parameter, args[:2])):
-            reason = product.refusal(args, depth)
+            reason = product.refusal(args, depth, is_delayed=fp8.is_delayed)
             _note(uses, args[:2], reason)
             if reason is None:
                 return [product.multiply([*args[:2], *map(_converted, args[2:])], fp8)]
@@ -188,7 +219,13 @@ def _runner(fp8: Fp8, uses: list[KernelUse], disabled: int) -> jaxpr.Run:
             _note(uses, args, _KINDS.get(name, "in a function that is not followed"))
         return _apply(eqn, [*map(_converted, args)], inner)
 
-    return lambda traced, consts, args: jaxpr.interpret(traced, consts, args, rule)
+    return lambda traced, consts, args: jaxpr.interpret(traced, consts, args, partial(rule, Uses(traced)))
+
+
+def _used(of_jaxpr: Uses, variable: Any, x: Any) -> Any:
+    if not _is_parameter(x) or x.scales is None:
+        return x
+    return replace(x, scales=of_jaxpr.next_of(variable, x.scales))
 
 
 _KINDS = {"conv_general_dilated": "a convolution", "ragged_dot_general": "a grouped product"}
@@ -199,14 +236,27 @@ def _apply(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:
     return jaxpr.bind(eqn, args) if rebuild is None else rebuild(eqn, args, run)
 
 
-def _with_converted_carry(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+def _scan(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:
+    """Scan over layers of parameters. Scales of whole parameters are repeated, so that each step has its own probe."""
     n_consts, n_carry = jaxpr.scan_sizes(eqn)
-    end = n_consts + n_carry
-    return [*args[:n_consts], *map(_converted, args[n_consts:end]), *args[end:]]
+    end, length = n_consts + n_carry, eqn.params["length"]
+    args = [_converted(x) if n_consts <= i < end else x for i, x in enumerate(args)]
+    of_all = {i: x.scales for i, x in enumerate(args) if _is_whole(x, is_sliced=i >= end)}
+    args = [replace(x, scales=None) if i in of_all else x for i, x in enumerate(args)]
+
+    def body(traced: Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        own = dict(zip(of_all, values[len(traced.invars) :], strict=True))
+        given = values[: len(traced.invars)]
+        given = [replace(x, scales=own[i]) if i in own else x for i, x in enumerate(given)]
+        return [*map(_converted, run(traced, consts, given))]
+
+    repeated = [scales.repeated(length) for scales in of_all.values()]
+    return jaxpr.HIGHER_ORDER["scan"](eqn, [*args, *repeated], body)
 
 
-def _returning_arrays(run: jaxpr.Run) -> jaxpr.Run:
-    return lambda traced, consts, args: [*map(_converted, run(traced, consts, args))]
+def _is_whole(x: Any, *, is_sliced: bool) -> bool:
+    """Return whether the scales of a parameter are not sliced by a scan, which slices the parameter or shares it."""
+    return _is_parameter(x) and x.scales is not None and not (is_sliced and x.scales.n_leading)
 
 
 def _regions(eqn: JaxprEqn) -> int:
@@ -295,7 +345,7 @@ class _Product(NamedTuple):
         shapes, dtypes = zip(*((aval.shape, aval.dtype) for aval in avals), strict=True)
         return cls(shapes[:2], inner.params["dimension_numbers"], (*dtypes[:2], dtypes[-1]), shapes[-1])
 
-    def refusal(self, args: Sequence[Any], disabled: int) -> str | None:
+    def refusal(self, args: Sequence[Any], disabled: int, *, is_delayed: bool) -> str | None:
         """Return why the product is not in 8 bits; None if it is."""
         kernels = [i for i in (0, 1) if _is_parameter(args[i])]
         if len(kernels) != 1:
@@ -314,12 +364,15 @@ class _Product(NamedTuple):
         width = kernel.array.size // depth
         if depth % MULTIPLE or width % MULTIPLE:
             return f"{depth}×{width} is not a multiple of {MULTIPLE}"
+        if is_delayed and kernel.scales is None:
+            return "a parameter of one axis"
         return None
 
     def multiply(self, args: Sequence[Any], fp8: Fp8) -> jax.Array:
         """Return the product in 8 bits."""
         which = int(_is_parameter(args[1]))
         x, kernel, *bias = args[1 - which], args[which].array, *args[2:]
+        scales = args[which].scales and args[which].scales.of_one()
         contracted, _ = self.dimension_numbers
         of_x, of_kernel = contracted[1 - which], contracted[which]
         rows = [i for i in range(x.ndim) if i not in of_x]
@@ -330,8 +383,8 @@ class _Product(NamedTuple):
         kernel = _transposed(kernel, (*of_kernel, *columns)).reshape(depth, width)
         result = self.dtypes[2]
         if bias and which == 1 and len(columns) == 1:
-            return fp8_product(x, kernel, *bias, fp8=fp8, result=result).reshape(self.out_shape)
-        out = fp8_product(x, kernel, fp8=fp8, result=np.float32 if bias else result)
+            return fp8_product(x, kernel, *bias, fp8=fp8, result=result, scales=scales).reshape(self.out_shape)
+        out = fp8_product(x, kernel, fp8=fp8, result=np.float32 if bias else result, scales=scales)
         out = out.reshape(*rows_shape, *columns_shape)
         if which == 0:
             out = _transposed(out, (*range(len(rows), out.ndim), *range(len(rows))))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.transforms.fp8 import Fp8
-from jaxtrain.transforms.fp8_scales import E4M3, E5M2, TILE, Quantized, quantize, tiles
+from jaxtrain.transforms.fp8_scales import E4M3, E5M2, TILE, Quantized, quantize, scaled, tiles
 
 Split = Callable[[jax.Array], jax.Array]
 """Splits the first axis of an array into groups of rows: [groups, rows, …]."""
@@ -18,7 +18,14 @@ Split = Callable[[jax.Array], jax.Array]
 
 def gradient_format(fp8: Fp8) -> Any:
     """Return the format of gradients: that of torchao's recipes "tensorwise" and "rowwise", and of its blocks."""
-    return E5M2 if fp8.scaling == "tensor" else E4M3
+    return E5M2 if fp8.is_per_tensor else E4M3
+
+
+def by_given_scale(x: jax.Array, dtype: Any, scale: jax.Array) -> Quantized:
+    """Quantize an array with a scale that does not follow from it; an inf becomes NaN."""
+    # TransformerEngine's conversions saturate inf too, which hides it.
+    visible = jnp.where(jnp.isinf(x), jnp.full_like(x, jnp.nan), x)
+    return scaled(visible, dtype, scale.reshape((1,) * x.ndim))
 
 
 def along_features(fp8: Fp8, x: jax.Array, dtype: Any) -> Quantized:

@@ -9,6 +9,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -18,11 +19,13 @@ from jaxtrain.transforms.fp8_operands import (
     Split,
     along_features,
     along_rows,
+    by_given_scale,
     gradient_format,
     in_groups,
     kernel_along,
 )
-from jaxtrain.transforms.fp8_scales import E4M3, Quantized
+from jaxtrain.transforms.fp8_scales import E4M3, Quantized, largest_magnitude
+from jaxtrain.transforms.kernel_scales import KernelScales
 from jaxtrain.transforms.scaled_product import scaled_product
 
 NAME = "fp8_product"
@@ -30,7 +33,9 @@ NAME = "fp8_product"
 _primitive = Primitive(NAME)
 
 
-def fp8_product(x: jax.Array, kernel: jax.Array, *bias: jax.Array, fp8: Fp8, result: Any) -> jax.Array:
+def fp8_product(
+    x: jax.Array, kernel: jax.Array, *bias: jax.Array, fp8: Fp8, result: Any, scales: KernelScales | None = None
+) -> jax.Array:
     """Multiply rows with a parameter in 8 bits.
 
     Args:
@@ -39,18 +44,18 @@ def fp8_product(x: jax.Array, kernel: jax.Array, *bias: jax.Array, fp8: Fp8, res
       *bias: At most one: [1, …, 1, N] in the compute dtype, added to the float32 sums.
       fp8: The settings.
       result: Dtype of the result: the compute dtype, or float32 for a product that is not rounded.
+      scales: With the scaling "delayed", the scales of `x`, `kernel` and the gradient, float32[3].
 
     Returns:
       [..., N]. The gradients by `x` and by `kernel` are products in 8 bits, rounded to the dtype of `x`; that by `bias`
-      is summed in float32.
+      is summed in float32; that by the probe of `scales` is the largest magnitudes of `x`, `kernel` and the gradient.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> x, kernel = jnp.full((2, 16), 0.3, jnp.bfloat16), jnp.full((16, 16), 2.0)
       >>> fp8_product(x, kernel, fp8=Fp8(), result=jnp.bfloat16)[0, 0].item()
       9.625
     """
-    product: jax.Array = _primitive.bind(x, kernel, *bias, fp8=fp8, result=np.dtype(result))
+    product: jax.Array = _primitive.bind(x, kernel, *bias, *(scales or ()), fp8=fp8, result=np.dtype(result))
     return product
 
 
@@ -60,10 +65,13 @@ class Residuals(NamedTuple):
     Attributes:
       x: The rows, quantized along rows.
       kernel: The kernel, quantized along its columns.
+      delayed: With the scaling "delayed", the scale of the gradient, float32[], and the largest magnitudes of rows and
+        kernel, float32[2]; else None.
     """
 
     x: Quantized
     kernel: Quantized
+    delayed: tuple[jax.Array, jax.Array] | None = None
 
 
 class Product(NamedTuple):
@@ -72,7 +80,8 @@ class Product(NamedTuple):
     Attributes:
       fp8: The settings.
       result: Dtype of the result.
-      operands: Shapes and dtypes of the rows, the kernel and, if there is one, the bias.
+      operands: Shapes and dtypes of the rows, the kernel, the bias, if there is one, and the two of the scales with the
+        scaling "delayed".
       split: Splits rows into groups, by which the gradients of kernel and bias are summed; None for one sum.
     """
 
@@ -86,8 +95,18 @@ class Product(NamedTuple):
         """Return the product of such operands."""
         return cls(fp8, result, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands), split)
 
-    def forward(self, x: jax.Array, kernel: jax.Array, *bias: jax.Array) -> tuple[jax.Array, Residuals]:
+    def forward(self, x: jax.Array, kernel: jax.Array, *rest: jax.Array) -> tuple[jax.Array, Residuals]:
         """Return the product and what its derivative needs."""
+        return self._delayed(x, kernel, *rest) if self.fp8.is_delayed else self._current(x, kernel, *rest)
+
+    def _delayed(self, x: jax.Array, kernel: jax.Array, *rest: jax.Array) -> tuple[jax.Array, Residuals]:
+        *bias, scale, _ = rest
+        rows, columns = by_given_scale(x, E4M3, scale[0]), by_given_scale(kernel, E4M3, scale[1])
+        out = self._by_features(rows, columns, 0, self.result, *bias)
+        amax = jnp.stack([_amax(x), _amax(kernel)])
+        return out, Residuals(in_groups(rows, self.split), columns, (scale[2], amax))
+
+    def _current(self, x: jax.Array, kernel: jax.Array, *bias: jax.Array) -> tuple[jax.Array, Residuals]:
         rows, columns = along_features(self.fp8, x, E4M3), kernel_along(self.fp8, kernel, 0)
         out = self._by_features(rows, columns, 0, self.result, *bias)
         if self.fp8.scaling == "tensor":  # one scale, whatever the sum is over
@@ -96,17 +115,23 @@ class Product(NamedTuple):
 
     def backward(self, residuals: Residuals, gradient: jax.Array) -> tuple[jax.Array, ...]:
         """Return the gradients by the operands; those by kernel and bias [groups, …] if rows are split."""
-        x, kernel, *bias = self.operands
+        x, kernel, *rest = self.operands
         gradient = gradient.astype(x.dtype)
         dtype = gradient_format(self.fp8)
-        by_features = along_features(self.fp8, gradient, dtype)
-        if self.fp8.scaling == "tensor":
+        bias, of_scales = rest, []
+        if residuals.delayed is None:
+            by_features = along_features(self.fp8, gradient, dtype)
+        else:
+            scale, amax = residuals.delayed
+            by_features = by_given_scale(gradient, dtype, scale)
+            bias, of_scales = rest[:-2], [jnp.zeros_like(rest[-2]), jnp.append(amax, _amax(gradient))]
+        if self.fp8.is_per_tensor:
             by_rows = in_groups(by_features, self.split)
         else:
             by_rows = along_rows(self.fp8, gradient, dtype, self.split)
         of_x = self._by_features(by_features, residuals.kernel, 1, x.dtype)[..., : x.shape[-1]]
         of_kernel = self._by_rows(residuals.x, by_rows).astype(kernel.dtype)
-        return of_x, of_kernel, *(self._sum(gradient, b.dtype) for b in bias)
+        return of_x, of_kernel, *(self._sum(gradient, b.dtype) for b in bias), *of_scales
 
     def _by_features(self, rows: Quantized, kernel: Quantized, axis: int, result: Any, *bias: jax.Array) -> jax.Array:
         """Multiply rows with a kernel, of which an axis is summed over."""
@@ -130,7 +155,11 @@ class Product(NamedTuple):
         axes = tuple(range(gradient.ndim - 1))
         if self.split is None:
             return wide.sum(axes, keepdims=True).astype(dtype)
-        return self.split(wide).sum(tuple(axis + 1 for axis in axes), keepdims=True)[:, 0].astype(dtype)
+        return self.split(wide).sum(tuple(axis + 1 for axis in axes), keepdims=True).astype(dtype)
+
+
+def _amax(x: jax.Array) -> jax.Array:
+    return largest_magnitude(x, tuple(range(x.ndim))).reshape(())
 
 
 def _first(x: Quantized, n: int, axis: int) -> Quantized:

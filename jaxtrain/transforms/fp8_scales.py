@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 E5M2 = np.dtype(jnp.float8_e5m2)
-SCALE = "fp8_scale"
-"""Name of every scale, which is saved for the backward pass where what it scales is computed again."""
+MAGNITUDE = "fp8_magnitude"
+"""Name of largest magnitudes, which are saved for the backward pass where the array itself is computed again."""
 TILE = 128
 """Elements of a tile along the axis that is summed over, with the scaling "block"."""
 
@@ -76,19 +76,28 @@ def quantize(x: jax.Array, dtype: Any, axes: tuple[int, ...], *, power_of_two: b
       >>> quantized.data.astype(jnp.float32).tolist(), quantized.scale.tolist()
       ([[144.0, 448.0], [448.0, 0.0]], [[149.3333282470703], [896.0]])
     """
-    amax = _AMAX(x, axes).astype(np.float32)
-    scale = checkpoint_name(scale_of(amax, dtype, power_of_two=power_of_two), SCALE)
+    scale = scale_of(largest_magnitude(x, axes), dtype, power_of_two=power_of_two)
+    return scaled(x, dtype, scale)
+
+
+def scaled(x: jax.Array, dtype: Any, scale: jax.Array) -> Quantized:
+    """Quantize an array with scales, with as many axes as it has."""
     return Quantized(_CAST(x, scale, dtype), scale)
-
-
-def fp8_amax(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Return the largest magnitudes along axes, which are left as axes of one."""
-    return jnp.max(jnp.abs(x), axis=axes, keepdims=True)
 
 
 def fp8_cast(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """Multiply by scales and convert."""
     return convert(x.astype(np.float32) * scale, dtype)
+
+
+def largest_magnitude(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Return the largest magnitudes along some axes, which become 1, in float32."""
+    return checkpoint_name(_AMAX(x, axes).astype(np.float32), MAGNITUDE)
+
+
+def fp8_amax(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Return the largest magnitudes along axes, which become 1."""
+    return jnp.max(jnp.abs(x), axis=axes, keepdims=True)
 
 
 _AMAX, _CAST = jax.jit(fp8_amax, static_argnums=1), jax.jit(fp8_cast, static_argnums=2)

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.transforms.casts import is_array, is_float, to_dtype
+from jaxtrain.transforms.delayed_scales import DelayedScales, init_scales, next_scales
 from jaxtrain.transforms.fp8 import Fp8
 from jaxtrain.transforms.fp8_kernels import fp8_products
 from jaxtrain.transforms.low_compute import compute_in
@@ -99,25 +100,41 @@ class Policy:
     def _stored_dtype(self, x: Any) -> Any:
         return self.param_dtype if is_float(x) and not is_stored_low(x, self.param_dtype) else None
 
-    def apply(self, fn: Callable[..., Any], *, state_argnums: Collection[int] = ()) -> Callable[..., Any]:
+    def apply(
+        self, fn: Callable[..., Any], *, state_argnums: Collection[int] = (), scales: Any = None, probes: Any = None
+    ) -> Callable[..., Any]:
         """Apply the policy to a function.
 
         Args:
           fn: A function of arrays.
           state_argnums: Positions of the arguments with model state, which `cast_inputs` leaves in their dtypes.
+          scales: The scales of delayed scaling, as for `fp8_products`. Without them each operand is scaled by its own
+            largest magnitude.
+          probes: Zeros like `scales`.
 
         Returns:
           The same function, computed under this policy.
         """
         inner = self._in_dtypes(fn, state_argnums)
         if self.fp8 is not None:
-            inner = fp8_products(inner, self.fp8)
+            inner = fp8_products(inner, self.fp8, scales, probes)
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             with jax.default_matmul_precision(self.matmul_precision):
                 return inner(*args, **kwargs)
 
         return compute
+
+    def init_scales(self, params: Any) -> DelayedScales | None:
+        """Return the scales of delayed scaling before the first update; None for a policy that remembers none."""
+        return init_scales(self.fp8, params) if self.fp8 is not None and self.fp8.is_delayed else None
+
+    def next_scales(self, scales: DelayedScales | None, amax: Any) -> DelayedScales | None:
+        """Return the scales after an update, from the largest magnitudes of its window.
+
+        They are those of skipped updates too.
+        """
+        return None if self.fp8 is None or scales is None else next_scales(self.fp8, scales, amax)
 
     def _in_dtypes(self, fn: Callable[..., Any], state_argnums: Collection[int]) -> Callable[..., Any]:
         if self.compute_dtype is None:
@@ -151,6 +168,7 @@ POLICIES = {
     "bf16_params_stochastic": Policy(jnp.bfloat16, param_rounding="stochastic"),
     "bf16_params_kahan": Policy(jnp.bfloat16, param_rounding="kahan"),
     "fp8": Policy(np.float32, jnp.bfloat16, fp8=Fp8()),
+    "fp8_delayed": Policy(np.float32, jnp.bfloat16, fp8=Fp8("delayed")),
     # The recipe "rowwise" of torchao's `Float8LinearConfig.from_recipe_name`.
     "fp8_row": Policy(np.float32, jnp.bfloat16, fp8=Fp8("row", power_of_two_scales=True)),
     "fp8_block": Policy(np.float32, jnp.bfloat16, fp8=Fp8("block")),

@@ -1,0 +1,31 @@
+"""The precision of a run."""
+
+from dataclasses import replace
+
+from jaxtrain.errors import UserError
+from jaxtrain.paths import Matching
+from jaxtrain.run.recipe import Recipe
+from jaxtrain.transforms import Policy, policy
+
+
+def run_policy(recipe: Recipe) -> Policy:
+    """Return the precision policy of a recipe.
+
+    Args:
+      recipe: The settings of the run.
+
+    Raises:
+      UserError: `fp8_exclude` is empty, or given without an fp8 precision.
+
+    Example:
+      >>> run_policy(Recipe(precision="fp8", fp8_exclude="head/*, wte/*")).fp8.exclude
+      ('head/*', 'wte/*')
+    """
+    chosen = policy(recipe.precision)
+    if recipe.fp8_exclude is None:
+        return chosen
+    if chosen.fp8 is None:
+        raise UserError(
+            f"fp8_exclude {recipe.fp8_exclude!r} has no effect in {recipe.precision}: use it with --precision fp8"
+        )
+    return replace(chosen, fp8=replace(chosen.fp8, exclude=Matching.of(recipe.fp8_exclude).patterns))
