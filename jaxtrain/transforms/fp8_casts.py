@@ -1,8 +1,8 @@
 """Let the kernels of a GPU that convert to 8 bits compute what they convert.
 
-An array is read twice to be scaled: for its largest magnitude, and to be converted. XLA writes it in 16 bits first, also
-if it follows from arrays in memory by cheap operations: an activation function, its gradient, a norm. It then reads
-more than both kernels would that compute it. A factor of one that XLA does not know makes two computations of one,
+An array is read twice to be scaled: for its largest magnitude, and to be converted. XLA writes it in 16 bits first,
+also if it follows from arrays in memory by cheap operations: an activation function, its gradient, a norm. It then
+moves more than two kernels would that compute it. A factor of one that XLA does not know makes two computations of one,
 which it cannot merge.
 """
 
@@ -61,7 +61,7 @@ def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]
         if jaxpr.is_call(eqn, CAST):
             return jaxpr.bind(eqn, [again.computed(args[0]), args[1]])
         if jaxpr.is_call(eqn, AMAX):
-            return [_amax(args[0])] if _is_one_number(eqn) else jaxpr.bind(eqn, args)
+            return [_amax(args[0])] * len(eqn.outvars) if _is_one_number(eqn) else jaxpr.bind(eqn, args)
         if _is_inlined(eqn):
             return jaxpr.evaluate_inner(eqn.params.get("call_jaxpr", eqn.params.get("jaxpr")), args, run)
         outs = jaxpr.bind(eqn, args)
@@ -73,7 +73,8 @@ def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]
 
 
 def _is_one_number(eqn: JaxprEqn) -> bool:
-    return eqn.outvars[0].aval.size == 1  # type: ignore[attr-defined]
+    """Return whether the result is one number; what is saved for a backward pass is a result a second time."""
+    return len(set(eqn.params["jaxpr"].jaxpr.outvars)) == 1 and eqn.outvars[0].aval.size == 1  # type: ignore[attr-defined]
 
 
 def _amax(x: jax.Array) -> jax.Array:

@@ -94,8 +94,8 @@ def _on_a_gpu(
 ) -> jax.Array:
     """Write the product in the form for which XLA:GPU calls cuBLASLt, which scales the float32 sums and rounds once.
 
-    XLA takes the scales before they are rounded (`xla_allow_excess_precision`), and the bias into the epilogue. It gives
-    no other scales to cuBLASLt than one for each operand.
+    XLA takes the scales before they are rounded (`xla_allow_excess_precision`), and the bias into the epilogue. It
+    gives no other scales to cuBLASLt than one for each operand.
     """
     params = {"dimension_numbers": dimension_numbers, "result": result, "tiled": tiled}
     if tiled or a_scale.size > 1 or b_scale.size > 1:
@@ -103,8 +103,8 @@ def _on_a_gpu(
     low = result if result.itemsize == 2 else np.dtype(jnp.bfloat16)
     # Behind a barrier, or XLA might round a scale in a kernel before this one.
     of_a, of_b = lax.optimization_barrier([(1 / scale).reshape(()) for scale in (a_scale, b_scale)])
-    operands = (x.astype(low) * scale.astype(low) for x, scale in ((a, of_a), (b, of_b)))
-    product = lax.dot_general(*operands, dimension_numbers, preferred_element_type=result)
+    a, b = (x.astype(low) * scale.astype(low) for x, scale in ((a, of_a), (b, of_b)))
+    product = lax.dot_general(a, b, dimension_numbers, preferred_element_type=result)
     for x in bias:
         product += lax.broadcast_in_dim(x.astype(result), product.shape, range(product.ndim))
     return product
