@@ -54,13 +54,14 @@ if TYPE_CHECKING:
         train_step,
     )
     from jaxtrain.torch_import import ImportedModel, SavedModel, from_torch, load_imported
-    from jaxtrain.transforms import Policy, autocast, autocast_disabled, block, hook, kernel
+    from jaxtrain.transforms import Fp8, Policy, autocast, autocast_disabled, block, hook, kernel
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Audio",
     "EffectiveBatch",
+    "Fp8",
     "Image",
     "ImportedModel",
     "Initial",
@@ -105,7 +106,7 @@ _MODULES = {
         *("static_loss_scale", "train_step"),
     ),
     "torch_import": ("ImportedModel", "SavedModel", "from_torch", "load_imported"),
-    "transforms": ("Policy", "autocast", "autocast_disabled", "block", "hook", "kernel"),
+    "transforms": ("Fp8", "Policy", "autocast", "autocast_disabled", "block", "hook", "kernel"),
 }
 
 

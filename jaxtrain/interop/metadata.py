@@ -96,7 +96,12 @@ def new_metadata(
     ]
     group_names = [named for _, _, named in members]
     first = members[0][0]
-    kind = next(kind for kind in OPTIMIZER_CLASSES if kind.lower() == first.function)
+    kind = next((kind for kind in OPTIMIZER_CLASSES if kind.lower() == first.function), None)
+    if kind is None:
+        raise UserError(
+            f"the moments of {first.function} are in 8 bits and in blocks of JAX's arrays, which PyTorch cannot read "
+            "unless the run started from bitsandbytes' checkpoint: export the weights only"
+        )
     matrices = [[torch.zeros(1, 1) for _ in named] for named in group_names]
     optimizer = getattr(torch.optim, kind)([{"params": p, **group} for p, group in zip(matrices, groups, strict=True)])
     scheduler = None

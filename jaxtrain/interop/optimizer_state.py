@@ -5,6 +5,7 @@ from `named_parameters()`, or from the order and the shapes of the model's param
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.interop import bitsandbytes
 from jaxtrain.interop.names import LINEAR, NameTable, leaves, unflatten
-from jaxtrain.optim import SCHEDULES, Call, Expression, PlateauState, build_expression
+from jaxtrain.optim import SCHEDULES, Blockwise, Call, Expression, PlateauState, build_expression
+from jaxtrain.paths import path_name
 from jaxtrain.step import rate_at
 
 MOMENTS: dict[str, dict[str, str]] = {
@@ -31,6 +34,7 @@ MOMENTS: dict[str, dict[str, str]] = {
     "rprop": {"prev": "prev", "step_size": "step_size"},
     "sgd": {"momentum_buffer": "momentum_buffer"},
 }
+MOMENTS |= bitsandbytes.STATES
 """PyTorch's names of the state fields that have the shapes of the parameters, by optimizer."""
 
 SCALARS: dict[str, tuple[str, ...]] = {"asgd": ("eta", "mu"), "nadam": ("mu_product",)}
@@ -115,6 +119,8 @@ _REMEDY = (
 
 def _shape(entries: Mapping[str, Any] | None) -> tuple[int, ...] | None:
     """Return the shape of a parameter from its moments, None without any."""
+    if entries and "state1" in entries:
+        return tuple(entries["state1"].shape)
     for key, value in (entries or {}).items():
         if key not in ("step", "eta", "mu", "mu_product", "row_var", "col_var") and hasattr(value, "shape"):
             return tuple(value.shape)
@@ -196,12 +202,12 @@ def to_jax(
 
 def to_torch(
     state: Any, expression: Expression, count: int, names: NameTable, scalar_dtype: Any = np.float32
-) -> dict[str, dict[str, np.ndarray]]:
+) -> dict[str, dict[str, Any]]:
     """Return PyTorch's state of every parameter after `count` updates, by name; empty before the first update.
 
     `scalar_dtype` is the dtype of "step" and of the other numbers.
     """
-    entries: dict[str, dict[str, np.ndarray]] = {}
+    entries: dict[str, dict[str, Any]] = {}
 
     def collect(state: Any, call: Call, group: int) -> Any:
         del group
@@ -212,6 +218,9 @@ def to_torch(
         numbers = {field: np.asarray(getattr(state, field), scalar_dtype) for field in scalars if own}
         if own and call.function not in UNCOUNTED:
             numbers["step"] = np.asarray(count, scalar_dtype)
+        if call.function in bitsandbytes.STATES:
+            _collect_bitsandbytes(entries, {moments[field]: getattr(state, field) for field in own}, count, names)
+            return state
         for field in own:
             present = {path: leaf for path, leaf in leaves(getattr(state, field)) if leaf.shape != (0,)}
             for path, leaf in present.items():
@@ -254,6 +263,8 @@ def _moment(
     call: Call, key: str, like: Any, entries: Entries, names: NameTable, put: Callable[[np.ndarray, Any], Any]
 ) -> Any:
     """Convert a tree of moments; empty leaves, as those of Adafactor without factoring, stay empty."""
+    if call.function in bitsandbytes.STATES:
+        return _moment_of_bitsandbytes(call, key, like, entries, names, put)
     present = {path: leaf for path, leaf in leaves(like) if leaf.shape != (0,)}
     tensors = {}
     for path, leaf in present.items():
@@ -267,6 +278,44 @@ def _moment(
         raise UserError(f"{key} of the optimizer: {error}") from error
     empty = {path: put(np.zeros([0]), leaf) for path, leaf in leaves(like) if leaf.shape == (0,)}
     return unflatten({**filled, **empty}, like)
+
+
+def _moment_of_bitsandbytes(
+    call: Call, key: str, like: Any, entries: Entries, names: NameTable, put: Callable[[np.ndarray, Any], Any]
+) -> Any:
+    """Convert a tree of moments, some of which are in 8 bits: codes as arrays, their magnitudes by block."""
+    plain = jax.tree.map(lambda m: m.codes if _in_8bit(m) else m, like, is_leaf=_in_8bit)
+    codes = dict(leaves(_moment(replace(call, function="adamw"), key, plain, entries, names, put)))
+
+    def joined(path: Any, moment: Any) -> Any:
+        name = path_name(path)
+        if not _in_8bit(moment):
+            return codes[name]
+        tensors = names.only([name]).torch_order({name: moment.codes})
+        found = bitsandbytes.magnitudes(entries, tensors, key)
+        if found.shape != moment.absmax.shape:
+            raise UserError(f"{key} of {name} has {found.size} blocks in place of {moment.absmax.size}: save it again")
+        return Blockwise(codes[name], put(found, moment.absmax))
+
+    return jax.tree_util.tree_map_with_path(joined, like, is_leaf=_in_8bit)
+
+
+def _collect_bitsandbytes(
+    entries: dict[str, dict[str, Any]], moments: Mapping[str, Any], count: int, names: NameTable
+) -> None:
+    for key, tree in moments.items():
+        for path, moment in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_in_8bit):
+            name = path_name(path)
+            if _in_8bit(moment):
+                found = bitsandbytes.to_entries(moment, key, name, names)
+            else:
+                found = {tensor: {key: x} for tensor, x in names.only([name]).to_torch({name: moment}).items()}
+            for tensor, of in found.items():
+                entries.setdefault(tensor, {"step": count, bitsandbytes.WRAPPED: {}})[bitsandbytes.WRAPPED].update(of)
+
+
+def _in_8bit(moment: Any) -> bool:
+    return isinstance(moment, Blockwise)
 
 
 def _key(call: Call, key: str, names: NameTable, path: str) -> str:
@@ -287,6 +336,8 @@ def _shared_scalar(entries: Entries, key: str) -> np.ndarray:
 
 def _check_known(call: Call, entries: Entries) -> None:
     known = {*MOMENTS[call.function].values(), *SCALARS.get(call.function, ()), "step"}
+    if call.function in bitsandbytes.STATES:
+        known |= {f"{part}{key[-1]}" for part in ("absmax", "qmap") for key in known - {"step"}}
     for name, of in entries.items():
         for key in of.keys() - known:
             raise UserError(f"{key} of {name} is not a state of {call.function}: set --optimizer, or save it again")

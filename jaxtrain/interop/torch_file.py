@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxtrain.data import check_zip, is_zip
 from jaxtrain.errors import UserError
+from jaxtrain.interop.bitsandbytes import WRAPPED
 
 _MODEL = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict")
@@ -308,11 +309,19 @@ def _stored_optimizer(optimizer: Mapping[str, Any] | None) -> dict[str, Any] | N
     state = {
         number: {
             key: _stored(f"{key} of parameter {number}", value) if _is_tensor(value) else value
-            for key, value in entries.items()
+            for key, value in _unwrapped(entries).items()
         }
         for number, entries in optimizer["state"].items()
     }
     return {"state": state, "param_groups": _numbers(optimizer["param_groups"], "a group of the optimizer")}
+
+
+def _unwrapped(entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state of a parameter with the entries that bitsandbytes hides from FSDP."""
+    hidden = entries.get(WRAPPED, {})
+    if not (isinstance(hidden, Mapping) and all(isinstance(key, str) for key in hidden)):
+        raise UserError("the optimizer's part has entries without names: save optimizer.state_dict()")
+    return {**{key: value for key, value in entries.items() if key != WRAPPED}, **hidden}
 
 
 def _numbers(part: Any, where: str) -> Any:

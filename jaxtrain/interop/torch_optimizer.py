@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.errors import UserError
+from jaxtrain.interop import bitsandbytes
 from jaxtrain.interop.names import AS_IS, LINEAR, OUT_IN, NameTable
 from jaxtrain.optim import OPTIMIZERS, Call, Expression, build_expression
 
@@ -106,6 +107,8 @@ def scheduler_from_state(state: Mapping[str, Any]) -> Scheduler:
 def optimizer_class_of_state(groups: Groups, entries: set[str]) -> str:
     """Return the class of an optimizer from the groups and the names in the state of its `state_dict()`."""
     group = groups[0]
+    if bitsandbytes.is_of_bitsandbytes(group, entries):
+        return bitsandbytes.class_of_state(group)
     found = next((kind for mark, kind in _MARKS.items() if mark in group), None)
     if found is not None:
         return found
@@ -124,7 +127,7 @@ def from_torch(
     """Convert a PyTorch optimizer and its scheduler to a gradient transformation with the same updates.
 
     Args:
-      optimizer: Optimizer of `torch.optim`.
+      optimizer: Optimizer of `torch.optim`, or `AdamW8bit`, `Adam8bit` or `SGD8bit` of `bitsandbytes.optim`.
       scheduler: Its scheduler, of `torch.optim.lr_scheduler`, or None.
       model: Module of the parameters; needed for parameter groups, unless the optimizer was created from
         `named_parameters()`.
@@ -147,6 +150,8 @@ def from_torch(
       ...     assert float(updates[0]) == 0.5
     """
     kind, param_groups = type(optimizer).__name__, optimizer.param_groups
+    if type(optimizer).__module__.startswith("bitsandbytes.optim"):
+        return _of_bitsandbytes(optimizer, scheduler, model, names)
     if kind not in OPTIMIZER_CLASSES or not type(optimizer).__module__.startswith("torch.optim"):
         raise UserError(f"{kind} is not supported: use one of {', '.join(OPTIMIZER_CLASSES)}")
     if any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
@@ -163,6 +168,32 @@ def from_torch(
         return build_expression(optimizer_expression(kind, param_groups, live), OPTIMIZERS, {})
     group_names = _names_of_groups(optimizer.param_groups, model)
     return build_expression(optimizer_expression(kind, param_groups, live, names, group_names), OPTIMIZERS, {})
+
+
+def _of_bitsandbytes(
+    optimizer: Any, scheduler: Any, model: Any, names: Names | None
+) -> optax.GradientTransformationExtraArgs:
+    """Convert an optimizer of bitsandbytes; blocks are those of PyTorch's tensors if `names` has their layouts."""
+    kind, options, kept = bitsandbytes.live_options(optimizer)
+    groups, live = optimizer.param_groups, None if scheduler is None else _live(scheduler)
+    if names is None:
+        if len(groups) > 1 or kept:
+            what = f"{len(groups)} parameter groups" if len(groups) > 1 else "parameters with 32 bits"
+            raise UserError(f"{kind} has {what}: pass names")
+        expression = optimizer_expression(kind, groups, live)
+        return build_expression(expression, OPTIMIZERS, options)
+    named = _names_of_groups(groups, model)
+    path_of, float32, shapes = _path_of(names), [], {}
+    for group, own in zip(groups, named, strict=True):
+        for p, name in zip(group["params"], own, strict=True):
+            path = path_of(name)
+            if path is not None and id(p) in kept:
+                float32.append(path)
+            elif path is not None and p.numel() >= options["min_8bit_size"]:
+                shapes[path] = tuple(p.shape)
+    orders = bitsandbytes.block_orders(names, shapes) if isinstance(names, NameTable) else {}
+    options |= {"float32": float32, "block_order": orders}
+    return build_expression(optimizer_expression(kind, groups, live, names, named), OPTIMIZERS, options)
 
 
 def optimizer_expression(
@@ -210,8 +241,10 @@ def _call(
     shift: int,
 ) -> Call:
     group = param_groups[i]
-    options = {k: _number(v) for k, v in group.items() if k not in _MEANINGLESS | _SCHEDULED}
-    function = kind.lower()
+    eight_bit = kind in bitsandbytes.CLASSES
+    used = bitsandbytes.settings(kind, group) if eight_bit else group
+    options = {k: _number(v) for k, v in used.items() if k not in _MEANINGLESS | _SCHEDULED}
+    function = bitsandbytes.CLASSES[kind] if eight_bit else kind.lower()
     if function in ("adam", "adamw"):
         function = "adamw" if options.pop("decoupled_weight_decay", function == "adamw") else "adam"
     if "betas" in options:

@@ -22,6 +22,7 @@ import optax
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import optimizer_state
+from jaxtrain.interop.bitsandbytes import with_stored_blocks
 from jaxtrain.interop.metadata import CheckpointMetadata
 from jaxtrain.interop.names import NameTable
 from jaxtrain.interop.torch_file import TorchCheckpoint, strip_prefixes
@@ -207,7 +208,7 @@ class _CheckpointReader:
         schedule: Call | None,
         updates: int | None,
     ) -> None:
-        self.checkpoint, self.names, self.schedule = checkpoint, names, schedule
+        self.checkpoint, self.names, self.schedule, self.params_like = checkpoint, names, schedule, params_like
         self.groups: list[dict[str, Any]] = []
         self.group_names: list[list[str]] = []
         self.entries: optimizer_state.Entries = {}
@@ -236,7 +237,8 @@ class _CheckpointReader:
                 f"the scheduler was stepped {self.count + shift} times in {self.count} updates, probably per epoch, "
                 "but schedules count updates: set --schedule in updates"
             )
-        return optimizer_expression(self.kind, self.groups, saved, *self._named(), shift=shift)
+        found = optimizer_expression(self.kind, self.groups, saved, *self._named(), shift=shift)
+        return with_stored_blocks(found, self.entries, self.names, self.params_like)
 
     def metadata(self) -> CheckpointMetadata:
         """Return the metadata."""
@@ -262,6 +264,7 @@ class _CheckpointReader:
         def scheduled(call: Call) -> Call:
             return replace(call, arguments={**call.arguments, "learning_rate": schedule})
 
+        found = with_stored_blocks(found, self.entries, self.names, self.params_like)
         if isinstance(found, Call):
             return scheduled(found)
         return {paths: scheduled(call) for paths, call in found.items()}

@@ -103,7 +103,7 @@ def _regions(found: Magnitudes, height: int) -> Iterator[str]:
             begin, end = _x(first), _x(last)
             width, middle = round(end - begin, 1), round((begin + end) / 2, 1)
             yield f'<rect class="{css}" x="{begin}" y="{_TOP - 16}" width="{width}" height="{height - _TOP - 18}"/>'
-            for y, text in ((_TOP - 36, _label(css)), (_TOP - 22, _percent(found.share(name)))):
+            for y, text in ((_TOP - 36, _label(css)), (_TOP - 22, escape(_percent(found.share(name))))):
                 yield f'<text x="{middle}" y="{y}" text-anchor="middle">{text}</text>'
 
 
@@ -136,8 +136,8 @@ def _layers(rows: Sequence[tuple[str, Magnitudes]]) -> Iterator[str]:
             if share > _FLOOR:
                 opacity = round(float(np.clip(1 + math.log10(share) / -math.log10(_FLOOR), 0.04, 1)), 2)
                 box = f'x="{_x(first)}" y="{y}" width="{round(_x(last) - _x(first), 1)}" height="{_ROW - 1}"'
-                yield f'<rect class="bar" {box} opacity="{opacity}"><title>{_percent(share)}</title></rect>'
-        yield f'<text class="lost" x="{_WIDTH - _RIGHT + 4}" y="{y + 11}">{_percent(found.lost)}</text>'
+                yield f'<rect class="bar" {box} opacity="{opacity}"><title>{escape(_percent(share))}</title></rect>'
+        yield f'<text class="lost" x="{_WIDTH - _RIGHT + 4}" y="{y + 11}">{escape(_percent(found.lost))}</text>'
     yield f'<text x="{_WIDTH - _RIGHT + 4}" y="{top - 6}">lost</text>'
 
 

@@ -4,6 +4,8 @@ Not included: LBFGS, whose step is not a function of one gradient, because its l
 of times; SparseAdam, because JAX's gradients are dense.
 """
 
+from jaxtrain.optim import blockwise as blockwise
+from jaxtrain.optim import eight_bit as eight_bit
 from jaxtrain.optim.adadelta import adadelta
 from jaxtrain.optim.adafactor import adafactor
 from jaxtrain.optim.adagrad import adagrad
@@ -15,6 +17,7 @@ from jaxtrain.optim.blockwise import BLOCK as BLOCK
 from jaxtrain.optim.blockwise import Blockwise as Blockwise
 from jaxtrain.optim.dynamic_map import SIGNED as SIGNED
 from jaxtrain.optim.dynamic_map import UNSIGNED as UNSIGNED
+from jaxtrain.optim.eight_bit import MIN_8BIT_SIZE as MIN_8BIT_SIZE
 from jaxtrain.optim.eight_bit import adam8bit, adamw8bit, sgd8bit
 from jaxtrain.optim.expression import OPTIMIZERS as OPTIMIZERS
 from jaxtrain.optim.expression import SCHEDULES as SCHEDULES

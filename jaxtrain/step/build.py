@@ -205,7 +205,7 @@ def train_step(
         `loss_fn(params, batch, rng, model_state) -> (Loss, metrics, model_state)`.
       optimizer: An optax transformation, of `jaxtrain.optim` or of optax.
       precision: "fp64", "fp32", "tf32", "bf16", "fp16", "bf16_compute", "bf16_params",
-        "bf16_params_stochastic", "bf16_params_kahan", or a `Policy`.
+        "bf16_params_stochastic", "bf16_params_kahan", "fp8", "fp8_delayed", "fp8_row", "fp8_block", or a `Policy`.
       accumulate: Micro-batches per window, or a schedule of them: a function of the number of applied updates. With a
         schedule the micro-batches are passed to `TrainStep.micro`.
       clip_norm: Upper bound of the gradient's global norm, as `torch.nn.utils.clip_grad_norm_`. None for no clipping.

@@ -138,11 +138,13 @@ def _rewritten(
         excluded = Matching(fp8.exclude)
         is_none = partial(operator.is_, None)
         of_leaves = [jax.tree.leaves(tree, is_leaf=is_none) for tree in (scales, probes)]
-        given_scales = [None if s is None else KernelScales(s, p) for s, p in zip(*of_leaves, strict=True)]
+        own_scales = [None if s is None else KernelScales(s, p) for s, p in zip(*of_leaves, strict=True)]
 
         def evaluate(closed: ClosedJaxpr, values: list[Any]) -> list[Any]:
             given = []
-            of_params = zip(leaves, values, closed.jaxpr.invars, given_scales or repeat(None), strict=False)
+            of_params = zip(
+                leaves, values, closed.jaxpr.invars, repeat(None) if scales is None else own_scales, strict=False
+            )
             for (path, _), x, var, own in of_params:
                 name = path_name(path)
                 reason = "excluded" if excluded(name) else "looked up" if _is_table(closed.jaxpr, var) else None

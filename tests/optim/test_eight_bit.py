@@ -113,9 +113,8 @@ def gradients():
     return {k: leaf(shape) for k, shape in SHAPES.items()}
 
 
-def torch_run(make, patch):
-    """Return (parameters, states) after every update by bitsandbytes with the nearest codes."""
-    _, ops = bitsandbytes()
+def nearest_codes(patch):
+    """Make bitsandbytes' optimizers on the CPU take the nearest codes, as they do on a GPU."""
 
     def quantize_nearest(x, code, absmax_out, out, blocksize):
         codes, absmax = torch.ops.bitsandbytes.quantize_blockwise(x.double(), code, blocksize)
@@ -124,7 +123,12 @@ def torch_run(make, patch):
         out.copy_(codes)
         absmax_out.copy_(absmax)
 
-    patch.setattr(ops, "_quant_blockwise_fp32_direct", quantize_nearest)
+    patch.setattr(bitsandbytes()[1], "_quant_blockwise_fp32_direct", quantize_nearest)
+
+
+def torch_run(make, patch):
+    """Return (parameters, states) after every update by bitsandbytes with the nearest codes."""
+    nearest_codes(patch)
     params = {k: torch.nn.Parameter(torch.from_numpy(x.copy())) for k, x in start().items()}
     optimizer = make(list(params.values()))
     history = []

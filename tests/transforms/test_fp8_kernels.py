@@ -128,7 +128,7 @@ def test_a_function_without_such_a_kernel_raises_an_error():
     message = r"no kernel qualifies .* odd \(8×24 is not a multiple of 16\); head \(excluded\): use bf16"
     with pytest.raises(UserError, match=message):
         odd({"odd": jnp.ones((8, 24)), "head": jnp.ones((24, 16))}, jnp.ones((2, 8)))
-    with pytest.raises(UserError, match="fp8 scaling 'rows' is unknown: choose one of tensor, row, block"):
+    with pytest.raises(UserError, match="fp8 scaling 'rows' is unknown: choose one of tensor, delayed, row, block"):
         Fp8("rows")
     with pytest.raises(UserError, match="exclude must be a tuple of patterns of parameter paths, got 'head'"):
         Fp8(exclude="head")

@@ -1,0 +1,49 @@
+"""Moments in 8 bits in a training step: skipped updates, windows, groups, the average, memory and checkpoints."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxtrain as jt
+from jaxtrain.optim import adamw8bit, groups, sgd8bit
+from jaxtrain.paths import none_frozen
+from jaxtrain.planning import state_parts
+from jaxtrain.runner import Checkpoints
+
+
+def loss_fn(params, batch, rng):
+    del rng
+    h = jnp.tanh(batch["x"] @ params["body"])
+    return jt.Loss(((h @ params["head"]) ** 2).sum(), jnp.asarray(float(len(batch["x"])))), {}
+
+
+def test_skips_windows_groups_memory_and_checkpoints(tmp_path):
+    tx = groups(lambda path: path, {"body": adamw8bit(1e-2), "head": sgd8bit(1e-2, float32=("*",))})
+    step = jt.train_step(loss_fn, tx, precision="fp16", accumulate=2, ema=0.9, loss_scale=jt.dynamic_loss_scale(8.0))
+    params = {"body": jnp.full((64, 96), 0.01), "head": jnp.full((96, 64), 0.01)}
+    state = step.init(params, seed=0)
+    rng = np.random.default_rng(0)
+    clean = {"x": rng.standard_normal((4, 64), np.float32)}
+    state, _ = step(state, clean)
+    before = jax.device_get(state)
+    overflow = {"x": np.where(np.arange(4)[:, None] == 3, np.float32(1e30), clean["x"])}
+    state, metrics = step(state, overflow)
+    assert metrics["skipped"]
+    for a, b in zip(jax.tree.leaves(before.opt_state), jax.tree.leaves(state.opt_state), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(jax.tree.leaves(before.ema), jax.tree.leaves(state.ema), strict=True):
+        np.testing.assert_array_equal(a, b)
+    state, metrics = step(state, clean)
+    assert not metrics["skipped"]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, {})
+    with Checkpoints(tmp_path) as checkpoints:
+        restored, _ = checkpoints.restore(step.shapes(params))
+    for a, b in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(restored.opt_state), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+    parts = {(part.name, part.dtype): part.bytes for part in state_parts(state, none_frozen)}
+    # Two codes for each of 6,144 elements and two magnitudes for each of 24 blocks.
+    assert parts["optimizer state", "8-bit"] == 2 * 64 * 96 + 2 * 4 * 24
+    # The momentum of the head and the learning rates.
+    assert parts["optimizer state", "float32"] == 4 * 64 * 96 + 8
