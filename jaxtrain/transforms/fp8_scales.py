@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 E5M2 = np.dtype(jnp.float8_e5m2)
-MAGNITUDE = "fp8_magnitude"
-"""Name of largest magnitudes, which are saved for the backward pass where the array itself is computed again."""
+SCALE = "fp8_scale"
+"""Name of scales, which are saved for the backward pass where the array itself is computed again."""
 TILE = 128
 """Elements of a tile along the axis that is summed over, with the scaling "block"."""
 
@@ -76,7 +76,7 @@ def quantize(x: jax.Array, dtype: Any, axes: tuple[int, ...], *, power_of_two: b
       >>> quantized.data.astype(jnp.float32).tolist(), quantized.scale.tolist()
       ([[144.0, 448.0], [448.0, 0.0]], [[149.3333282470703], [896.0]])
     """
-    scale = scale_of(largest_magnitude(x, axes), dtype, power_of_two=power_of_two)
+    scale = checkpoint_name(scale_of(largest_magnitude(x, axes), dtype, power_of_two=power_of_two), SCALE)
     return scaled(x, dtype, scale)
 
 
@@ -92,7 +92,7 @@ def fp8_cast(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 
 def largest_magnitude(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Return the largest magnitudes along some axes, which become 1, in float32."""
-    return checkpoint_name(_AMAX(x, axes).astype(np.float32), MAGNITUDE)
+    return _AMAX(x, axes).astype(np.float32)
 
 
 def fp8_amax(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:

@@ -16,7 +16,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.transforms.fp8_product import NAME as FP8_PRODUCT
-from jaxtrain.transforms.fp8_scales import MAGNITUDE
+from jaxtrain.transforms.fp8_scales import SCALE
 from jaxtrain.transforms.platform import is_gpu
 from jaxtrain.transforms.recompute import RECOMPUTED
 from jaxtrain.transforms.scaled_product import NAME as SCALED_PRODUCT
@@ -41,10 +41,10 @@ def products(primitive: Any, *args: Any, **params: Any) -> bool:
 def names_costly(primitive: Any, params: Mapping[str, Any]) -> bool:
     """Return whether an operation names a result that is costly though the operations that it is computed by are not.
 
-    A result of attention on a ring of devices (`distributed.ring`), or the largest magnitude of an array, which needs a
-    pass over all of it.
+    A result of attention on a ring of devices (`distributed.ring`), or a scale, which needs a pass over all that it
+    scales.
     """
-    return primitive.name == "name" and params["name"] in (FUSED, MAGNITUDE)
+    return primitive.name == "name" and params["name"] in (FUSED, SCALE)
 
 
 def products_without_batch(primitive: Any, *args: Any, **params: Any) -> bool:
