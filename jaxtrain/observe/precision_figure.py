@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain.step import KINDS, Magnitudes, PrecisionLosses
 
-_WIDTH, _LEFT, _RIGHT, _TOP = 620, 118, 52, 62
+_WIDTH, _LEFT, _RIGHT, _TOP = 630, 118, 62, 62
 _HISTOGRAM, _ROW, _GAP = 150, 15, 30
 _AXIS = (-42.0, 18.0)  # exponents: the bins, and two octaves at either end for what is beyond
 _FLOOR = 1e-5  # share of the lowest bar
@@ -33,7 +33,7 @@ def precision_figure(losses: PrecisionLosses, title: str, kinds: Sequence[str]) 
     if not rows:
         return ""
     every = _sum([found for _, found in rows])
-    height = _TOP + _HISTOGRAM + _GAP + _ROW * len(rows) + 34
+    height = _TOP + _HISTOGRAM + _GAP + _ROW * len(rows) + 40
     label = escape(_summary(title, every))
     parts = [
         f'<svg class="magnitudes" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">',
@@ -142,7 +142,7 @@ def _layers(rows: Sequence[tuple[str, Magnitudes]]) -> Iterator[str]:
 
 
 def _axis(height: int) -> Iterator[str]:
-    bottom = height - 34
+    bottom = height - 40
     for exponent in range(-40, 17, 8):
         yield f'<line class="rule" x1="{_x(exponent)}" x2="{_x(exponent)}" y1="{_TOP}" y2="{bottom + 3}"/>'
         text = f'2<tspan dy="-4" font-size="9">{exponent}</tspan>'

@@ -58,9 +58,9 @@ def quantize(x: jax.Array, values: DynamicMap, order: Sequence[int] = (), *, kee
       >>> from jaxtrain.optim.dynamic_map import SIGNED
       >>> moment = quantize(jnp.array([0.5, -0.25, 0.0]), SIGNED)
       >>> moment.codes.tolist(), moment.absmax.tolist()
-      ([255, 20, 127], [0.5])
+      ([255, 35, 127], [0.5])
       >>> [round(value, 4) for value in dequantize(moment, SIGNED).tolist()]
-      [0.5, -0.2515, 0.0]
+      [0.5, -0.2504, 0.0]
     """
     return quantize_by(block_maxima(x, order), x, values, order, keep_sign=keep_sign)
 

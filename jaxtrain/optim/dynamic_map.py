@@ -70,7 +70,7 @@ class DynamicMap:
           >>> codes.tolist()
           [0, 127, 205, 255]
           >>> [round(value, 4) for value in signed.decode(codes).tolist()]
-          [-0.993, 0.0, 0.3027, 1.0]
+          [-0.993, 0.0, 0.3039, 1.0]
         """
         size = jnp.abs(x)
         # In decade d the values are `finest` · 2ᵈ equal steps apart: `steps` is linear in x, and its whole numbers are

@@ -6,11 +6,9 @@ parameter in the dtype that it is stored in.
 """
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import jax
@@ -136,16 +134,12 @@ def _rewritten(
     def computed(params: Any, *rest: Any, **kwargs: Any) -> Any:
         leaves = jax.tree_util.tree_leaves_with_path(params)
         excluded = Matching(fp8.exclude)
-        is_none = partial(operator.is_, None)
-        of_leaves = [jax.tree.leaves(tree, is_leaf=is_none) for tree in (scales, probes)]
-        own_scales = [None if s is None else KernelScales(s, p) for s, p in zip(*of_leaves, strict=True)]
+        scales_of_leaves = [None] * len(leaves) if scales is None else _joined(scales, probes)
 
         def evaluate(closed: ClosedJaxpr, values: list[Any]) -> list[Any]:
             given = []
-            of_params = zip(
-                leaves, values, closed.jaxpr.invars, repeat(None) if scales is None else own_scales, strict=False
-            )
-            for (path, _), x, var, own in of_params:
+            of_params = zip(leaves, scales_of_leaves, strict=True)
+            for ((path, _), own), x, var in zip(of_params, values, closed.jaxpr.invars, strict=False):
                 name = path_name(path)
                 reason = "excluded" if excluded(name) else "looked up" if _is_table(closed.jaxpr, var) else None
                 given.append(_Parameter(x, own, x.dtype, name, x.size, reason) if is_array(x) else x)
@@ -156,6 +150,12 @@ def _rewritten(
         return jaxpr.retrace(fn, evaluate)(params, *rest, **kwargs)
 
     return computed
+
+
+def _joined(scales: Any, probes: Any) -> list[KernelScales | None]:
+    """Return the scales with the probe of each parameter, None for those without."""
+    of_leaves = (jax.tree.leaves(tree, is_leaf=lambda x: x is None) for tree in (scales, probes))
+    return [None if scale is None else KernelScales(scale, probe) for scale, probe in zip(*of_leaves, strict=True)]
 
 
 @jax.tree_util.register_dataclass

@@ -143,6 +143,7 @@ def gradients(dtype=None, **options):
     return jax.grad(summed if dtype is None else autocast(summed, dtype), argnums=(0, 1, 2))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_in_low_precision_a_program_for_cuda_calls_cudnn(dtype):
     arrays = inputs(6, 6, heads=2, dtype=np.float32)[:3]

@@ -39,6 +39,7 @@ def model(config=CONFIG):
     return jax.jit(apply, static_argnums=3), params, state
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("config", "parameters"), [(RESNET_18, 11_689_512), (RESNET_34, 21_797_672), (RESNET_50, 25_557_032)]
 )

@@ -50,8 +50,8 @@ def assert_same(case: str, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "precision", "accumulate"),
     [
-        ("mlp", "fp32", 4),
         ("mlp", "bf16", 1),
+        ("mlp", "fp32", 4),
         ("mlp", "fp16", 4),
         ("cnn", "fp32", 1),
         ("cnn", "bf16", 4),

@@ -224,12 +224,13 @@ def test_scales_do_not_depend_on_how_the_program_is_computed(options):
     assert_same(state, after(4))
 
 
-def test_separate_kernels_have_the_scales_of_stacked_ones():
+def test_separate_and_repeated_kernels_have_the_scales_of_stacked_and_written_out_ones():
     def written_out(params, batch, rng):
         h = batch["x"]
         for kernel in params["layers"]:
             h = h @ kernel
-        return jt.Loss((h @ params["shared"] @ params["shared"] * batch["c"]).sum(), batch["weight"].sum()), {}
+        y, _ = jax.lax.scan(lambda h, _: (h @ params["shared"], None), h, None, length=2)
+        return jt.Loss((y * batch["c"]).sum(), batch["weight"].sum()), {}
 
     precision = jt.Policy(np.float32, jnp.bfloat16, fp8=SHORT)
     step = jt.train_step(written_out, optax.sgd(LEARNING_RATE), precision=precision, accumulate=K)
@@ -240,6 +241,8 @@ def test_separate_kernels_have_the_scales_of_stacked_ones():
     for i in range(2):
         np.testing.assert_array_equal(state.scales.scale["layers"][i], expected.scales.scale["layers"][i])
         np.testing.assert_array_equal(state.params["layers"][i], expected.params["layers"][i])
+    for x, y in zip(state.scales, expected.scales, strict=True):
+        np.testing.assert_array_equal(x["shared"], y["shared"])
 
 
 @pytest.mark.sampled(1)
@@ -293,6 +296,14 @@ def test_a_state_of_another_step_is_refused():
     longer = jt.train_step(loss_fn, optax.sgd(1.0), precision=policy(history=4), accumulate=K)
     with pytest.raises(jt.UserError, match="has other scales of products in 8 bits"):
         longer(state, batch)
+
+
+def test_without_a_state_operands_are_scaled_by_their_own_magnitudes():
+    *_, batch = micro_batches(3)
+    losses = [
+        jt.eval_step(loss_fn, precision=precision)(after(1), batch)["loss"].total for precision in (policy(), "fp8")
+    ]
+    assert losses[0] == losses[1] != 0
 
 
 def test_a_pipeline_refuses_delayed_scaling():

@@ -77,13 +77,26 @@ def assert_same_bits(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("name", ["fp8", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fp8_row", "fp8_block"))])
-def test_rematerialization_and_windows_change_no_number(name):
-    plain, _ = update(name, accumulate=2, clip_norm=1.0)
-    for options in ({"remat": "full"}, {"remat": "dots"}, {"remat": "dots_no_batch"}, {"unroll": True}):
-        assert_same_bits(update(name, accumulate=2, clip_norm=1.0, **options)[0], plain)
+NAMES = ("fp8", "fp8_row", "fp8_block")
+OPTIONS = ({"remat": "full"}, {"remat": "dots_no_batch"}, {"unroll": True}, {"remat": "dots"})
 
-    # The window's gradient is the mean of those of its micro-batches, each with its own scales.
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fp8", OPTIONS[-1:]),
+        *(pytest.param(name, OPTIONS, marks=pytest.mark.slow) for name in NAMES),
+    ],
+)
+def test_rematerialization_changes_no_number(name, options):
+    plain, _ = update(name, accumulate=2, clip_norm=1.0)
+    for option in options:
+        assert_same_bits(update(name, accumulate=2, clip_norm=1.0, **option)[0], plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_window_is_the_mean_of_its_micro_batches(name):
     halves = [update(name, batch={"tokens": rows})[0] for rows in np.split(TOKENS, 2)]
     mean = jax.tree.map(lambda a, b: (a + b) / 2, *halves)
     assert distance(update(name, accumulate=2)[0], mean) < 1e-6
@@ -101,6 +114,7 @@ def test_products_that_are_saved_are_not_computed_again():
     assert products_in_backward("full") > 6
 
 
+@pytest.mark.slow
 def test_flops_are_those_of_bf16():
     def gradient(name):
         compute = policy(name).apply(lambda params: loss_fn(params, BATCH, None)[0].total)
@@ -109,15 +123,15 @@ def test_flops_are_those_of_bf16():
     assert gradient("fp8") == gradient("fp8_row") == gradient("bf16")
 
 
+@pytest.mark.slow
 def test_frozen_kernels_hooks_averages_and_evaluation():
     def doubled(gradient):
         return 2 * gradient
 
     plain, _ = update("fp8")
     hooked, _ = update("fp8", hooks={"layers/proj": doubled})
-    assert_same_bits(
-        hooked["layers"]["proj"] + PARAMS["layers"]["proj"], 2 * plain["layers"]["proj"] + PARAMS["layers"]["proj"]
-    )
+    of_hook, without = hooked["layers"]["proj"], plain["layers"]["proj"]
+    np.testing.assert_allclose(of_hook, 2 * without, atol=1e-6)  # updates are added to parameters of magnitude 1
     assert_same_bits(hooked["layers"]["fc"], plain["layers"]["fc"])
 
     step = jt.train_step(loss_fn, optax.sgd(1.0), precision="fp8", frozen=lambda path: path == "layers/proj", ema=0.5)

@@ -131,6 +131,7 @@ def test_elements_that_are_zero_in_float16_and_not_in_float64_are_counted():
     assert found.activations.total == x.size + 32
 
 
+@pytest.mark.slow
 def test_the_loss_scale_the_window_and_a_mesh_are_those_of_the_step(case):
     params, batch = case
     whole = {name: np.concatenate([x, 100 * x]) for name, x in batch.items()}
