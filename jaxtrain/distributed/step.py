@@ -117,6 +117,7 @@ class ShardedStep(TrainStep):
             # The loop over the micro-batches of a pipeline is a scan.
             pipelines_layers=accumulate == 1 or (accumulate <= LONGEST and self.parts.loss.stages is None),
             unrolled=self.parts.loss.unroll,
+            fp8=self.parts.loss.policy.fp8 is not None,
         )
 
     @user_facing

@@ -11,6 +11,7 @@ from jaxtrain.observe.formatting import format_count as format_count
 from jaxtrain.observe.formatting import format_duration as format_duration
 from jaxtrain.observe.gauges import Gauges as Gauges
 from jaxtrain.observe.histograms import histograms as histograms
+from jaxtrain.observe.log_line import LOSS_SCALES as LOSS_SCALES
 from jaxtrain.observe.log_line import LogLine as LogLine
 from jaxtrain.observe.log_line import Rollback as Rollback
 from jaxtrain.observe.log_line import Throughput as Throughput

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.observe.log_line import SHARE
+from jaxtrain.observe.log_line import LOSS_SCALES, SHARE
 from jaxtrain.observe.record import Record
 
 _POINTS = 1500  # points per curve: about the columns of a wide screen
+_LAYERS = 8  # curves that a reader can tell apart in one chart
 # Keys of metrics.jsonl that are drawn as marks instead of curves.
 _MARKS = {"step", "skipped", "rolled_back_from", "rolled_back_to", "spike_loss", "batches_skipped"}
 
@@ -87,8 +88,23 @@ def charts(records: Sequence[Record]) -> list[Chart]:
     if rates:
         found.append(Chart("learning rate", tuple(Curve(name, name.replace("lr/", "group ")) for name in rates)))
     found += [chart for chart in _known(len(records)) if any(curve.metric in names for curve in chart.curves)]
-    drawn = {curve.metric for chart in found for curve in chart.curves} | {"lr"}
+    found += _scales_of_layers([name for name in names if name.startswith(LOSS_SCALES)], len(records))
+    drawn = (
+        {name for name in names if name.startswith(LOSS_SCALES)}
+        | {curve.metric for chart in found for curve in chart.curves}
+        | {"lr"}
+    )
     return [*found, *(Chart(name, (Curve(name, name, smooth=True),)) for name in names if name not in drawn)]
+
+
+def _scales_of_layers(names: Sequence[str], runs: int) -> list[Chart]:
+    """The loss scales of layers, evenly chosen if there are many; with several runs one chart per layer."""
+    positions = np.linspace(0, len(names) - 1, _LAYERS).round().astype(int)
+    chosen = [names[i] for i in sorted({*positions})] if names else []
+    curves = [Curve(name, name.replace(LOSS_SCALES, "layer "), stepped=True) for name in chosen]
+    if runs > 1:
+        return [Chart(f"loss scale, {curve.label}", (curve,), unit="×", log=True) for curve in curves]
+    return [Chart("loss scales of layers", tuple(curves), unit="×", log=True, skips=True)] if curves else []
 
 
 def _known(runs: int) -> list[Chart]:

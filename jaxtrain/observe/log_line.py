@@ -48,6 +48,8 @@ _NUMBERS = (
     *("loss", "grad_norm", "loss_scale", "skipped", "step_time_s", "input_wait_s", "peak_memory_bytes", "lr"),
     *("mfu", "gpu_utilization"),
 )
+LOSS_SCALES = "loss_scales/"
+"""Prefix of the keys of the loss scales of layers, among the metrics of a run."""
 _RATE, _EVAL, _PER_S, _MEDIA = "lr/", "eval_", "_per_s", "media"
 _PRECISION, SHARE = "precision", "precision/"
 

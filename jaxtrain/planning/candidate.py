@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 
 from jaxtrain.cost import Ceilings, GpuProgram, GpuTarget, equation_flops, estimate_seconds
 from jaxtrain.cpu.workspace import cpu_workspace
-from jaxtrain.data import Kind, kind_of
 from jaxtrain.distributed import make_mesh, parse_mesh, run_devices, run_mesh, shard
 from jaxtrain.planning.gpu import gpu_program, window_shapes
-from jaxtrain.run import Recipe, Task, task_batches
+from jaxtrain.run import Recipe, Task
+from jaxtrain.run import abstract_batch as abstract_batch
 from jaxtrain.runner import check_settings, training_step
 from jaxtrain.step import TrainState, TrainStep
 
@@ -158,18 +158,6 @@ def planned_mesh(recipe: Recipe, devices: Sequence[Any] | None) -> Mesh | None:
 def abstract_state(step: TrainStep, task: Task) -> TrainState:
     """Return the shapes of the initial state of a run."""
     return step.shapes(lambda: task.create().params, model_state=lambda: task.create().model_state)
-
-
-def abstract_batch(recipe: Recipe, task: Task) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a training batch."""
-    # A plan may be for larger batches than the source has examples: one of them shows the shapes.
-    is_stacked = kind_of(task.train)[0] is Kind.SOURCE and task.collate is None
-    batches = task_batches(task, dataclasses.replace(recipe, batch_size=1) if is_stacked else recipe)
-    try:
-        batch = batches.peek()
-    finally:
-        batches.close()
-    return {name: jax.ShapeDtypeStruct((recipe.batch_size, *x.shape[1:]), x.dtype) for name, x in batch.items()}
 
 
 def peak_bytes(program: Any) -> int:

@@ -20,7 +20,6 @@ from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.paths import partition
 from jaxtrain.planning.candidate import (
     Candidate,
-    abstract_batch,
     abstract_state,
     compile_candidate,
     compile_for_target,
@@ -31,7 +30,7 @@ from jaxtrain.planning.gathered_params import gathered_bytes, gathered_params_no
 from jaxtrain.planning.gpu import window_shapes
 from jaxtrain.planning.gradient_sums import GradientSums, gradient_sums, gradient_sums_note
 from jaxtrain.planning.state_parts import StatePart, state_parts
-from jaxtrain.run import Recipe, Task
+from jaxtrain.run import Recipe, Task, abstract_batch
 from jaxtrain.runner import check_settings, training_step
 
 REMATS = ("none", "dots", "full")

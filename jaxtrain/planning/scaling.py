@@ -20,10 +20,10 @@ from jaxtrain.cost import Ceilings, Communication, communication, equation_flops
 from jaxtrain.distributed import AXES, DATA, PIPELINE, data_parallel_size, make_mesh, parse_mesh, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.paths import partition
-from jaxtrain.planning.candidate import abstract_batch, abstract_state, peak_bytes, trace_step
+from jaxtrain.planning.candidate import abstract_state, peak_bytes, trace_step
 from jaxtrain.planning.gathered_params import gathered_bytes
 from jaxtrain.planning.gradient_sums import GradientSums, gradient_sums
-from jaxtrain.run import Recipe
+from jaxtrain.run import Recipe, abstract_batch
 from jaxtrain.runner import training_step
 from jaxtrain.transforms import Schedule
 

@@ -1,6 +1,7 @@
 """Recipe and Task: what a user's own run and a built-in one both are."""
 
 from jaxtrain.run.evaluation import EvaluationSums as EvaluationSums
+from jaxtrain.run.evaluation import abstract_batch as abstract_batch
 from jaxtrain.run.evaluation import evaluation_batches as evaluation_batches
 from jaxtrain.run.evaluation import means as means
 from jaxtrain.run.evaluation import task_batches as task_batches

@@ -1,5 +1,6 @@
 """The batches of a run, and the means of its evaluation, the same during the run and after it."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,18 @@ def task_batches(
         batch_keys=task.batch_keys,
         message=message,
     )
+
+
+def abstract_batch(recipe: Recipe, task: Task) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a training batch."""
+    # A plan may be for larger batches than the source has examples: one of them shows the shapes.
+    is_stacked = kind_of(task.train)[0] is Kind.SOURCE and task.collate is None
+    batches = task_batches(task, dataclasses.replace(recipe, batch_size=1) if is_stacked else recipe)
+    try:
+        batch = batches.peek()
+    finally:
+        batches.close()
+    return {name: jax.ShapeDtypeStruct((recipe.batch_size, *x.shape[1:]), x.dtype) for name, x in batch.items()}
 
 
 def evaluation_batches(source: Any, task: Task, recipe: Recipe) -> Iterator[Batch]:

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxtrain.cost import peak_memory_bytes
-from jaxtrain.observe import LogLine, Rollback, Throughput
+from jaxtrain.observe import LOSS_SCALES, LogLine, Rollback, Throughput
 from jaxtrain.optim import used_learning_rate, used_learning_rates
 from jaxtrain.run import Recipe, Task
 from jaxtrain.runner.batches import DispatchedStep
@@ -74,7 +75,7 @@ class Interval:
             lr=lr,
             group_lrs=group_lrs,
             rollback=self._rollback,
-            other={name: float(np.mean([m[name] for m in steps if name in m])) for name in last.keys() - STEP_METRICS},
+            other=_other_metrics(steps),
         )
         self._restored, self._metrics, self._rollback = [], [], None
         self._seconds, self._wait_s, self._since = 0.0, 0.0, time.perf_counter()
@@ -115,8 +116,22 @@ class Interval:
 
     def _on_host(self) -> list[dict[str, float]]:
         """The numbers of every step. A float32 is exact as a Python float, so that a restart changes no mean."""
-        ran = [{name: x.item() for name, x in m.items()} for m in jax.device_get(self._metrics)]
+        ran = [dict(chain(*(_numbers(name, x) for name, x in m.items()))) for m in jax.device_get(self._metrics)]
         return [*self._restored, *ran]
+
+
+def _numbers(name: str, metric: np.ndarray) -> list[tuple[str, float]]:
+    """Return the numbers of a metric by name; those of several layers as "name/0", "name/1" and so on."""
+    if metric.ndim == 0:
+        return [(name, metric.item())]
+    return [(f"{name}/{i}", x) for i, x in enumerate(metric.tolist())]
+
+
+def _other_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Return the last scales of layers, and the means of the loss_fn's metrics."""
+    last = steps[-1]
+    means = {name: float(np.mean([m[name] for m in steps if name in m])) for name in last.keys() - STEP_METRICS}
+    return means | {name: value for name, value in last.items() if name.startswith(LOSS_SCALES)}
 
 
 def _learning_rates(opt_state: Any) -> tuple[float | None, dict[str, float]]:

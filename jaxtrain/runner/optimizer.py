@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import optax
 
@@ -20,19 +19,13 @@ from jaxtrain.optim import (
 )
 from jaxtrain.paths import Frozen, Matching, none_frozen
 from jaxtrain.run import Recipe, Task, run_policy
+from jaxtrain.runner.loss_scales import step_loss_scale
 from jaxtrain.step import (
     TrainState,
     TrainStep,
     check_optimizer,
-    dynamic_loss_scale,
-    static_loss_scale,
     train_step,
 )
-
-SCALES: dict[str, Callable[..., optax.GradientTransformation]] = {
-    "dynamic_loss_scale": dynamic_loss_scale,
-    "static_loss_scale": static_loss_scale,
-}
 
 
 def training_step(recipe: Recipe, task: Task) -> TrainStep:
@@ -55,7 +48,7 @@ def training_step(recipe: Recipe, task: Task) -> TrainStep:
         ema=recipe.ema,
         remat=recipe.remat,
         unroll=recipe.unroll,
-        loss_scale=loss_scale(recipe),
+        loss_scale=step_loss_scale(recipe, task),
         allow_recompile=recipe.allow_recompile,
         deterministic=recipe.deterministic,
         gradient_sums=recipe.gradient_sums,
@@ -150,8 +143,3 @@ def _made(recipe: Recipe) -> optax.GradientTransformation:
         raise UserError(f"{type(recipe).__name__}.make_optimizer returned None: return an optax.GradientTransformation")
     check_optimizer(made)
     return made
-
-
-def loss_scale(recipe: Recipe) -> Any:
-    """Build the recipe's loss scale; None for the default of its precision."""
-    return None if recipe.loss_scale is None else build_expression(parse_expression(recipe.loss_scale), SCALES, {})

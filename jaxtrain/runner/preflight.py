@@ -19,10 +19,10 @@ from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, build_expression
 from jaxtrain.paths import Matching, path_name
 from jaxtrain.run import Recipe, Task, is_reference, run_policy
 from jaxtrain.run_folder import RunFolder, default_folder, read_config
+from jaxtrain.runner.loss_scales import loss_scale
 from jaxtrain.runner.optimizer import (
     defines_optimizer,
     frozen,
-    loss_scale,
     optimizer_expression,
     schedule,
     schedule_call,

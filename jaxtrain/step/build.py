@@ -52,7 +52,9 @@ class TrainStep:
     @property
     def compiler_options(self) -> CompilerOptions | None:
         """XLA's options that `jitted` is compiled with; None for its defaults."""
-        return compiler_options(deterministic=self.deterministic)
+        loss = self.parts.loss
+        fp8 = loss.policy.fp8 is not None
+        return compiler_options(deterministic=self.deterministic, platform=loss.platform, fp8=fp8)
 
     def for_platform(self, platform: str) -> "TrainStep":
         """Return the same step compiled for a platform, such as "gpu", that is not the default backend's."""

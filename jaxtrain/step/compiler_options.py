@@ -8,6 +8,8 @@ from typing import Any
 
 import jax.lib
 
+from jaxtrain.transforms import is_gpu
+
 CompilerOptions = dict[str, Any]
 
 _DETERMINISTIC: CompilerOptions = {
@@ -26,6 +28,10 @@ _GPU_MESH: CompilerOptions = {
     # the middle of a layer delays all that are small and needed soon.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
+_FP8: CompilerOptions = {
+    # Small products that share an operand are not merged into one, which would not be recognized as one in 8 bits.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
 # Of unrolled layers: transfers of vectors are combined, but not those of matrices. By default one transfer of several
 # layers starts when the first parameter is needed, and another one when the last gradient is computed.
 _COMBINED_BYTES = 2**20
@@ -41,6 +47,7 @@ def compiler_options(
     devices: int = 1,
     pipelines_layers: bool = True,
     unrolled: bool = False,
+    fp8: bool = False,
 ) -> CompilerOptions | None:
     """Return the `compiler_options` of `jax.jit`; None for XLA's defaults.
 
@@ -51,8 +58,11 @@ def compiler_options(
       pipelines_layers: Whether XLA pipelines loops over layers. It would pipeline a `lax.scan` around them too and lose
         its length, for which the host then waits in every iteration; `scan_window` is not pipelined.
       unrolled: Whether layers are compiled one by one.
+      fp8: Whether products are in 8 bits.
     """
     options = dict(_DETERMINISTIC) if deterministic else {}
+    if fp8 and is_gpu(platform):
+        options |= _FP8
     if platform == "gpu" and devices > 1:
         options |= _GPU_MESH
         if unrolled:

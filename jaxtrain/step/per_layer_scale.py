@@ -43,7 +43,7 @@ def per_layer_loss_scale(
     init_scale: float = 2.0**16,
     growth_interval: int = 2000,
     min_scale: float = 2.0**-24,
-    max_scale: float = 2.0**40,
+    max_scale: float = 2.0**60,
 ) -> optax.GradientTransformationExtraArgs:
     """Scale the gradients inside each marked block by a power of two of its own, and adapt it.
 
@@ -54,7 +54,7 @@ def per_layer_loss_scale(
     With `underflow` the scale of a block is adaptive: the smallest power of two with which a gradient that enters or
     leaves the block would underflow with at most this probability, if its elements were normally distributed with mean
     0. It is bounded by what overflows allow, and leaves a factor of 16 between the largest of these elements and the
-    largest float16.
+    largest float16. Where all elements have underflowed, the scale doubles.
 
     Args:
       blocks: Number of blocks of the model that `jaxtrain.block` marks; a scan over 12 layers has 12.
@@ -192,7 +192,8 @@ class PerLayerRule(ScaleRule):
         largest = np.float32(_LARGEST / _HEADROOM) * of_loss / jnp.where(observed.largest > 0, observed.largest, 1)
         wanted = jnp.minimum(2 * _power_of_two_below(smallest), _power_of_two_below(largest))
         bounded = jnp.clip(wanted, np.float32(self.min_scale), np.float32(self.max_scale))
-        return jnp.where(observed.inverse_rms > 0, bounded, scale)
+        doubled = jnp.minimum(2 * scale, np.float32(self.max_scale or _HIGHEST))
+        return jnp.where(observed.inverse_rms > 0, bounded, doubled)
 
 
 def _power_of_two_below(x: jax.Array) -> jax.Array:

@@ -53,7 +53,7 @@ from jaxtrain.step.state import (
     rounding_key,
 )
 from jaxtrain.step.window_loop import LONGEST, scan_window
-from jaxtrain.transforms import Groups, Stages, unfilled_stacks
+from jaxtrain.transforms import Groups, Stages, fuse_casts, unfilled_stacks
 
 Metrics = dict[str, jax.Array]
 Step = Callable[..., tuple[TrainState, Metrics]]
@@ -283,6 +283,8 @@ def micro_gradient(
     differentiate = jax.grad(scaled_loss, has_aux=True)
     if in_loop:
         differentiate = loop_convolutions(differentiate, parts.loss.platform)
+    if parts.loss.policy.fp8 is not None:
+        differentiate = fuse_casts(differentiate, parts.loss.platform)
     if not parts.loss.is_on_mesh:  # there the compiler pipelines only loops that are written as JAX writes them
         differentiate = unfilled_stacks(differentiate, parts.loss.platform)
     (grads, observed), (loss, metrics, model_state) = differentiate((variables, zero_probes(scales)))

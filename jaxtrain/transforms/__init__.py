@@ -16,6 +16,7 @@ from jaxtrain.transforms.exponents import BASE as BASE
 from jaxtrain.transforms.exponents import bounds as bounds
 from jaxtrain.transforms.exponents import rounding_limits as rounding_limits
 from jaxtrain.transforms.fp8 import Fp8
+from jaxtrain.transforms.fp8_casts import fuse_casts as fuse_casts
 from jaxtrain.transforms.fp8_kernels import KernelUse as KernelUse
 from jaxtrain.transforms.fp8_kernels import format_uses as format_uses
 from jaxtrain.transforms.fp8_kernels import kernel_uses as kernel_uses
@@ -37,6 +38,7 @@ from jaxtrain.transforms.loops import at_most as at_most
 from jaxtrain.transforms.loops import most_times as most_times
 from jaxtrain.transforms.merged_rows import UnmergeRows as UnmergeRows
 from jaxtrain.transforms.partial_gradients import partial_gradients as partial_gradients
+from jaxtrain.transforms.platform import is_gpu as is_gpu
 from jaxtrain.transforms.policies import Policy
 from jaxtrain.transforms.policies import policy as policy
 from jaxtrain.transforms.precision import KERNEL as KERNEL

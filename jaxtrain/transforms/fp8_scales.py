@@ -11,9 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 E5M2 = np.dtype(jnp.float8_e5m2)
+SCALE = "fp8_scale"
+"""Name of scales, which are saved for the backward pass where the array itself is computed again."""
 TILE = 128
 """Elements of a tile along the axis that is summed over, with the scaling "block"."""
 
@@ -73,18 +76,33 @@ def quantize(x: jax.Array, dtype: Any, axes: tuple[int, ...], *, power_of_two: b
       >>> quantized.data.astype(jnp.float32).tolist(), quantized.scale.tolist()
       ([[144.0, 448.0], [448.0, 0.0]], [[149.3333282470703], [896.0]])
     """
-    scale = scale_of(largest_magnitude(x, axes), dtype, power_of_two=power_of_two)
+    scale = checkpoint_name(scale_of(largest_magnitude(x, axes), dtype, power_of_two=power_of_two), SCALE)
     return scaled(x, dtype, scale)
 
 
 def scaled(x: jax.Array, dtype: Any, scale: jax.Array) -> Quantized:
     """Quantize an array with scales, with as many axes as it has."""
-    return Quantized(convert(x.astype(np.float32) * scale, dtype), scale)
+    return Quantized(_CAST(x, scale, dtype), scale)
+
+
+def fp8_cast(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """Multiply by scales and convert."""
+    return convert(x.astype(np.float32) * scale, dtype)
 
 
 def largest_magnitude(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Return the largest magnitudes along some axes, which become 1, in float32."""
-    return jnp.max(jnp.abs(x), axis=axes, keepdims=True).astype(np.float32)
+    return _AMAX(x, axes).astype(np.float32)
+
+
+def fp8_amax(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Return the largest magnitudes along axes, which become 1."""
+    return jnp.max(jnp.abs(x), axis=axes, keepdims=True)
+
+
+_AMAX, _CAST = jax.jit(fp8_amax, static_argnums=1), jax.jit(fp8_cast, static_argnums=2)
+AMAX, CAST = fp8_amax.__name__, fp8_cast.__name__
+"""Names of the jitted functions, by which `fuse_casts` finds them."""
 
 
 def convert(x: jax.Array, dtype: Any) -> jax.Array:

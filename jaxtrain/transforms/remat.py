@@ -16,6 +16,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.transforms.fp8_product import NAME as FP8_PRODUCT
+from jaxtrain.transforms.fp8_scales import SCALE
 from jaxtrain.transforms.platform import is_gpu
 from jaxtrain.transforms.recompute import RECOMPUTED
 from jaxtrain.transforms.scaled_product import NAME as SCALED_PRODUCT
@@ -34,12 +35,16 @@ def products(primitive: Any, *args: Any, **params: Any) -> bool:
     """
     saveable: bool = jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
     listed = primitive.name in ("ragged_dot_general", FUSED, *_WITH_PARAMETERS)
-    return saveable or listed or names_attention(primitive, params) or _is_inside(products, params)
+    return saveable or listed or names_costly(primitive, params) or _is_inside(products, params)
 
 
-def names_attention(primitive: Any, params: Mapping[str, Any]) -> bool:
-    """Return whether an operation names a result of attention on a ring of devices, as `distributed.ring` does."""
-    return primitive.name == "name" and params["name"] == FUSED
+def names_costly(primitive: Any, params: Mapping[str, Any]) -> bool:
+    """Return whether an operation names a result that is costly though the operations that it is computed by are not.
+
+    A result of attention on a ring of devices (`distributed.ring`), or a scale, which needs a pass over all that it
+    scales.
+    """
+    return primitive.name == "name" and params["name"] in (FUSED, SCALE)
 
 
 def products_without_batch(primitive: Any, *args: Any, **params: Any) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
@@ -81,6 +82,34 @@ def _evaluate(
     return total.astype(result)
 
 
+def _on_a_gpu(
+    a: jax.Array,
+    a_scale: jax.Array,
+    b: jax.Array,
+    b_scale: jax.Array,
+    *bias: jax.Array,
+    dimension_numbers: Any,
+    result: Any,
+    tiled: bool,
+) -> jax.Array:
+    """Write the product in the form for which XLA:GPU calls cuBLASLt, which scales the float32 sums and rounds once.
+
+    XLA takes the scales before they are rounded (`xla_allow_excess_precision`), and the bias into the epilogue. It
+    gives no other scales to cuBLASLt than one for each operand.
+    """
+    params = {"dimension_numbers": dimension_numbers, "result": result, "tiled": tiled}
+    if tiled or a_scale.size > 1 or b_scale.size > 1:
+        return _evaluate(a, a_scale, b, b_scale, *bias, **params)
+    low = result if result.itemsize == 2 else np.dtype(jnp.bfloat16)
+    # Behind a barrier, or XLA might round a scale in a kernel before this one.
+    of_a, of_b = lax.optimization_barrier([(1 / scale).reshape(()) for scale in (a_scale, b_scale)])
+    a, b = (x.astype(low) * scale.astype(low) for x, scale in ((a, of_a), (b, of_b)))
+    product = lax.dot_general(a, b, dimension_numbers, preferred_element_type=result)
+    for x in bias:
+        product += lax.broadcast_in_dim(x.astype(result), product.shape, range(product.ndim))
+    return product
+
+
 def _aligned(a_scale: jax.Array, b_scale: jax.Array, dimension_numbers: Any) -> tuple[jax.Array, jax.Array]:
     """Return the scales with the axes of the product: those of the batch, of the first operand and of the second."""
     contracted, batch = dimension_numbers
@@ -111,3 +140,5 @@ _primitive.def_abstract_eval(
 )
 batching.primitive_batchers[_primitive] = _batch
 mlir.register_lowering(_primitive, mlir.lower_fun(_evaluate, multiple_results=False))
+for _platform in ("cuda", "rocm"):
+    mlir.register_lowering(_primitive, mlir.lower_fun(_on_a_gpu, multiple_results=False), platform=_platform)

@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.platform import transform_on_gpu
-from jaxtrain.transforms.remat import BLOCK, names_attention
+from jaxtrain.transforms.remat import BLOCK, names_costly
 
 CHEAP = frozenset(
     {
@@ -33,6 +33,8 @@ CHEAP = frozenset(
 
 "split" is not one of them: its parts are as large as its operand, and on a mesh it may communicate."""
 
+CHECKPOINTS = ("checkpoint", "remat2")
+"""Names of the primitive of `jax.checkpoint`."""
 SMALL_TABLE = 2**16
 """Elements of a table that stays in the cache, so that lookups in it are cheap: quantized kernels are looked up."""
 
@@ -44,7 +46,7 @@ def costly(primitive: Any, *args: Any, **params: Any) -> bool:
     called = params.get("call_jaxpr" if primitive.name.startswith("custom_") else "jaxpr")
     if primitive.name in ("custom_jvp_call", "custom_vjp_call", "jit", "pjit"):
         return any(costly(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params) for eqn in _equations(called))
-    return primitive.name not in CHEAP or names_attention(primitive, params)
+    return primitive.name not in CHEAP or names_costly(primitive, params)
 
 
 def save_costly(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
@@ -114,7 +116,7 @@ def _keep_apart(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any]
     if not _is_checkpoint(eqn) or not eqn.params["prevent_cse"]:
         return None
     body = eqn.params["jaxpr"]
-    if not _is_cheap(body) or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in args):
+    if not all(map(is_cheap, body.eqns)) or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in args):
         return None
 
     def evaluate(*inner: jax.Array) -> list[jax.Array]:
@@ -138,14 +140,14 @@ def _inline_checkpoints(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Seque
 
 
 def _is_checkpoint(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in ("checkpoint", "remat2")
+    return eqn.primitive.name in CHECKPOINTS
 
 
-def _is_cheap(traced: Jaxpr) -> bool:
-    return all(
-        all(map(_is_cheap, inner)) if (inner := jaxpr.inner_jaxprs(eqn)) else not costly(eqn.primitive, **eqn.params)
-        for eqn in traced.eqns
-    )
+def is_cheap(eqn: JaxprEqn) -> bool:
+    """Return whether an equation and all equations in its parameters are cheap."""
+    if inner := jaxpr.inner_jaxprs(eqn):
+        return all(is_cheap(inner_eqn) for part in inner for inner_eqn in part.eqns)
+    return not costly(eqn.primitive, **eqn.params)
 
 
 def _run_scanned(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -9,7 +9,8 @@ import pytest
 
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner import interval
-from jaxtrain.runner.optimizer import loss_scale, optimizer, optimizer_expression, schedule
+from jaxtrain.runner.loss_scales import loss_scale, step_loss_scale
+from jaxtrain.runner.optimizer import optimizer, optimizer_expression, schedule
 from jaxtrain.step import TrainState
 
 
@@ -77,6 +78,15 @@ def test_a_loss_scale_is_parsed_like_an_optimizer():
     recipe = dataclasses.replace(RECIPES["gpt-stdlib"], loss_scale="dynamic_loss_scale(init_scale=8.0)")
     assert float(loss_scale(recipe).init(None).scale) == 8
     assert loss_scale(RECIPES["gpt-stdlib"]) is None
+
+
+def test_the_blocks_of_a_per_layer_loss_scale_are_counted(tmp_path):
+    def state(expression):
+        recipe = dataclasses.replace(RECIPES["gpt-stdlib"], loss_scale=expression, n_layer=3)
+        return step_loss_scale(recipe, recipe.task()).init(None)
+
+    assert len(state("per_layer_loss_scale(underflow=0.001)").blocks.scale) == 3
+    assert len(state("per_layer_loss_scale(blocks=2)").blocks.scale) == 2
 
 
 def test_learning_rates_of_groups_are_logged():

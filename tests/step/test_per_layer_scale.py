@@ -8,8 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
+from scipy.special import erfinv
 
 import jaxtrain as jt
+from docs.images import layer_scales
+from jaxtrain.distributed import make_mesh, shard
 from jaxtrain.step.loss_scale import current_scale, found_inf, skipped_updates, state_dict
 from jaxtrain.step.per_layer_scale import per_layer_loss_scale
 from jaxtrain.transforms import BlockValues
@@ -87,6 +91,24 @@ def test_streamed_micro_batches_give_the_state_of_the_window():
     jax.tree.map(np.testing.assert_array_equal, state._replace(window=None, rng=0), window._replace(rng=0))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=4", "fsdp=4", "data=2,fsdp=2", "fsdp=2,tensor=2"])
+def test_a_mesh_gives_the_updates_and_scales_of_one_device(mesh):
+    options = {"precision": "fp32", "loss_scale": _scaler(underflow=1e-3)}
+    batch = jax.tree.map(lambda x: np.concatenate([x, x / 2]), _batch())
+    specs = {"layers": PartitionSpec(None, None, "tensor"), "embed": PartitionSpec("fsdp")}
+    rules = specs if "tensor" in mesh else None
+    states = []
+    for step in (_step(**options), shard(_step(**options), make_mesh(mesh), rules)):
+        state = step.init(_params())
+        for _ in range(3):
+            state, _ = step(state, batch)
+        states.append(jax.device_get(state._replace(rng=0)))
+    one, many = states
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), many.params, one.params)
+    jax.tree.map(np.testing.assert_array_equal, many.loss_scale, one.loss_scale)
+
+
 def test_an_overflow_in_one_block_backs_off_that_block_alone():
     step = _step()
     state = _with_scales(step.init(_params()), np.array([8, 24, 8]))
@@ -122,12 +144,12 @@ def _model_of_rule(scale, tracker, ceiling, overflows, skipped, interval, bounds
     return min(scale if skipped else wanted, ceiling), tracker, ceiling
 
 
-def _wanted(sigma, largest, underflow):
+def _wanted(scale, sigma, largest, underflow, bounds):
     """Return the published scale, rounded to powers of two so that the probability holds and nothing overflows."""
-    from scipy.special import erfinv
-
+    if sigma == 0:
+        return min(2 * scale, bounds[1])
     smallest = 2.0**-24 / (sigma * np.sqrt(2) * erfinv(underflow))
-    return min(2.0 ** np.ceil(np.log2(smallest)), 2.0 ** np.floor(np.log2(65504 / 16 / largest)))
+    return np.clip(min(2.0 ** np.ceil(np.log2(smallest)), 2.0 ** np.floor(np.log2(65504 / 16 / largest))), *bounds)
 
 
 @pytest.mark.parametrize("underflow", [None, 1e-3])
@@ -140,11 +162,13 @@ def test_scales_follow_the_rule(underflow):
     of_block = rng.random((updates, BLOCKS)) < 0.15
     bad = of_block.any(1) | (rng.random(updates) < 0.15)
     sigma = np.exp2(rng.uniform(-30, -8, (updates, BLOCKS))).astype(np.float32)
+    sigma[rng.random(sigma.shape) < 0.1] = 0
     largest = (sigma * np.exp2(rng.uniform(1, 12, (updates, BLOCKS)))).astype(np.float32)
 
     def update(state, of_update):
         overflow, is_bad, sigma, largest = of_update
-        spread = (1 / (sigma * state.scale), largest * state.scale) if underflow else ()
+        inverse = jnp.where(sigma > 0, 1 / (sigma * state.scale), 0)
+        spread = (inverse, largest * state.scale) if underflow else ()
         observed = BlockValues(jnp.zeros(BLOCKS), overflow.astype(np.float32), *spread)
         _, state = scaler.update(jnp.where(is_bad, jnp.nan, jnp.ones(2)), state, observed=observed)
         return state, (state.scale, state.growth_tracker, state.blocks)
@@ -158,7 +182,7 @@ def test_scales_follow_the_rule(underflow):
         loss = _model_of_rule(*loss, bad[t] and not of_block[t].any(), bad[t], interval, bounds, None)
         assert (of_loss[t], tracker_of_loss[t]) == loss[:2]
         for i in range(BLOCKS):
-            wanted = np.clip(_wanted(sigma[t, i], largest[t, i], underflow), *bounds) if underflow else None
+            wanted = _wanted(models[i][0], sigma[t, i], largest[t, i], underflow, bounds) if underflow else None
             models[i] = _model_of_rule(*models[i], of_block[t, i], bad[t], interval, bounds, wanted)
             assert (blocks.scale[t, i], blocks.growth_tracker[t, i]) == models[i][:2]
 
@@ -167,6 +191,8 @@ def test_mistakes_are_named():
     wrong = jt.train_step(_loss_fn, optax.sgd(0.1), loss_scale=per_layer_loss_scale(12))
     with pytest.raises(jt.UserError, match=r"^per_layer_loss_scale has blocks=12, but the program has 3: use blocks=3"):
         wrong(wrong.init(_params()), _batch())
+    with pytest.raises(jt.UserError, match=r"^per_layer_loss_scale is not supported in a pipeline: use other axes"):
+        shard(wrong, make_mesh("pipeline=4"), {"layers": PartitionSpec("pipeline")})
     for options, message in {
         "blocks=0": "blocks must be an integer of at least 1",
         "blocks=1, underflow=1.0": "underflow must be in",
@@ -184,3 +210,26 @@ def test_mistakes_are_named():
         "growth_interval": 3,
         "_growth_tracker": 0,
     }
+
+
+def test_layers_apart_lose_nothing():
+    """Layers whose gradients are 2¹² apart: one scale loses a fifth of the gradients; scales by layer lose none."""
+    one, by_layer = (
+        layer_scales.train("fp16", 56, scaler)
+        for scaler in (
+            jt.dynamic_loss_scale(growth_interval=10),
+            per_layer_loss_scale(layer_scales.LAYERS, underflow=1e-6, growth_interval=10),
+        )
+    )
+    assert one.zeros[-8:].min() > 0.2
+    assert by_layer.zeros[-8:].max() == 0
+
+
+@pytest.mark.slow
+def test_layers_apart_are_trained_as_in_float32():
+    runs = layer_scales.runs(400)
+    last = {name: run.losses[-20:].mean() for name, run in runs.items()}
+    assert runs["one scale"].zeros.mean() > 0.1
+    for name in ("by layer", "by layer, adaptive"):
+        assert runs[name].zeros[-20:].max() == 0
+        assert abs(last[name] - last["float32"]) < 0.3 * abs(last["one scale"] - last["float32"])

@@ -1,0 +1,51 @@
+"""The loss scale of a recipe, from its expression."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import optax
+
+from jaxtrain.optim import Call, build_expression, parse_expression
+from jaxtrain.run import Recipe, Task, abstract_batch
+from jaxtrain.step import dynamic_loss_scale, per_layer_loss_scale, static_loss_scale, validated
+from jaxtrain.transforms import count_blocks
+
+SCALES: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "dynamic_loss_scale": dynamic_loss_scale,
+    "per_layer_loss_scale": per_layer_loss_scale,
+    "static_loss_scale": static_loss_scale,
+}
+
+
+def loss_scale(recipe: Recipe) -> Any:
+    """Build the recipe's loss scale, of one block if the expression does not say of how many; None for the default."""
+    return _built(recipe, lambda: 1)
+
+
+def step_loss_scale(recipe: Recipe, task: Task) -> Any:
+    """Build the loss scale of a recipe's step, of as many blocks as the task's model has; None for the default."""
+    return _built(recipe, lambda: _blocks(recipe, task))
+
+
+def _built(recipe: Recipe, blocks: Callable[[], int]) -> Any:
+    if recipe.loss_scale is None:
+        return None
+    expression = parse_expression(recipe.loss_scale)
+    if (
+        isinstance(expression, Call)
+        and expression.function == "per_layer_loss_scale"
+        and "blocks" not in expression.arguments
+    ):
+        expression = replace(expression, arguments={"blocks": blocks(), **expression.arguments})
+    return build_expression(expression, SCALES, {})
+
+
+def _blocks(recipe: Recipe, task: Task) -> int:
+    """Count the marked blocks of the model of a task; at least one, so that the step reports that there are none."""
+    initial = jax.eval_shape(task.create)
+    compute = validated(task.loss_fn, differentiable=True)
+    key = jax.eval_shape(lambda: jax.random.key(recipe.seed))
+    batch = abstract_batch(recipe, task)
+    return max(1, count_blocks(compute, initial.params, batch, key, initial.model_state))

@@ -1,0 +1,155 @@
+"""Let the kernels of a GPU that convert to 8 bits compute what they convert.
+
+An array is read twice to be scaled: for its largest magnitude, and to be converted. XLA writes it in 16 bits first,
+also if it follows from arrays in memory by cheap operations: an activation function, its gradient, a norm. It then
+moves more than two kernels would that compute it. A factor of one that XLA does not know makes two computations of one,
+which it cannot merge.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jaxtrain.transforms import jaxpr
+from jaxtrain.transforms.fp8_scales import AMAX, CAST
+from jaxtrain.transforms.platform import on_gpu
+from jaxtrain.transforms.scanned import CHECKPOINTS, is_cheap
+
+_MOST = 3
+"""Times its size that the computation of an array may read: as often it would be written and read otherwise."""
+_SMALL = 64
+"""Parts of an array that are not counted: statistics of rows, parameters of columns."""
+
+
+def fuse_casts(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
+    """Compute arrays by cheap operations twice, for their scales and for their conversion to 8 bits.
+
+    To be applied after differentiation.
+
+    Args:
+      fn: A function of arrays, not to be differentiated any more.
+      platform: The platform that it is compiled for; None for that of the default backend.
+
+    Returns:
+      The same function, with the same numbers, on a GPU. On any other platform, `fn`.
+
+    Example:
+      >>> from jaxtrain.transforms.fp8_scales import E4M3, quantize
+      >>> def scaled(x):
+      ...     return quantize(jnp.sin(x), E4M3, (0, 1))
+      >>> x = jnp.ones((2, 2))
+      >>> [str(jax.make_jaxpr(fuse_casts(scaled, p))(x)).count("= sin") for p in ("cpu", "gpu")]
+      [1, 2]
+    """
+    return on_gpu(fn, jaxpr.retrace(fn, lambda closed, leaves: _run(closed.jaxpr, closed.consts, leaves)), platform)
+
+
+def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr or the body of a scan."""
+    again = _Again()
+
+    def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+        if not eqn.outvars:  # what differentiation leaves of a function whose results are known
+            return []
+        if eqn.primitive.name == "scan":
+            return jaxpr.HIGHER_ORDER["scan"](eqn, args, _run)
+        if jaxpr.is_call(eqn, CAST):
+            return jaxpr.bind(eqn, [again.computed(args[0]), args[1]])
+        if jaxpr.is_call(eqn, AMAX):
+            return [_amax(args[0])] * len(eqn.outvars) if _is_one_number(eqn) else jaxpr.bind(eqn, args)
+        if _is_inlined(eqn):
+            return jaxpr.evaluate_inner(eqn.params.get("call_jaxpr", eqn.params.get("jaxpr")), args, run)
+        outs = jaxpr.bind(eqn, args)
+        if is_cheap(eqn):
+            again.note(eqn, args, outs)
+        return outs
+
+    return jaxpr.interpret(traced, consts, args, rule)
+
+
+def _is_one_number(eqn: JaxprEqn) -> bool:
+    """Return whether the result is one number; what is saved for a backward pass is a result a second time."""
+    return len(set(eqn.params["jaxpr"].jaxpr.outvars)) == 1 and eqn.outvars[0].aval.size == 1  # type: ignore[attr-defined]
+
+
+def _amax(x: jax.Array) -> jax.Array:
+    """Return the largest magnitude, found by rows first, so that the kernel of a norm finds those of its rows."""
+    rows = lax.optimization_barrier(jnp.max(jnp.abs(x), axis=-1))
+    return jnp.max(rows).reshape((1,) * x.ndim)
+
+
+def _is_inlined(eqn: JaxprEqn) -> bool:
+    """Return whether a call without a barrier contains conversions, or what they convert."""
+    name = eqn.primitive.name
+    if name in CHECKPOINTS:
+        return not eqn.params["prevent_cse"]
+    return name == "closed_call" or (name in ("jit", "pjit") and any(map(_has_casts, jaxpr.inner_jaxprs(eqn))))
+
+
+def _without_barriers(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+    if eqn.primitive.name not in CHECKPOINTS:
+        return jaxpr.bind(eqn, args)
+    return jaxpr.interpret(eqn.params["jaxpr"], (), args, lambda eqn, args, run: _without_barriers(eqn, args))
+
+
+def _has_casts(traced: Jaxpr) -> bool:
+    return any(
+        jaxpr.is_call(eqn, CAST) or eqn.primitive.name == "scan" or any(map(_has_casts, jaxpr.inner_jaxprs(eqn)))
+        for eqn in traced.eqns
+    )
+
+
+class _Again:
+    """Second computations of values by cheap operations."""
+
+    def __init__(self) -> None:
+        self._origins: dict[int, tuple[JaxprEqn, list[Any], list[Any]]] = {}  # by id, of values that stay alive
+        self._computed: dict[int, Any] = {}
+        self._one: Any = None
+
+    def note(self, eqn: JaxprEqn, args: list[Any], outs: list[Any]) -> None:
+        """Note what values were computed by."""
+        for out in outs:
+            self._origins[id(out)] = eqn, args, outs
+
+    def computed(self, x: Any) -> Any:
+        """Return a value computed a second time, if that reads little enough."""
+        leaves: dict[int, Any] = {}
+        self._collect(x, leaves, set())
+        read = sum(leaf.nbytes for leaf in leaves.values() if leaf.size > x.size // _SMALL)
+        return self._again(x) if id(x) in self._origins and read <= _MOST * x.nbytes else x
+
+    def _collect(self, x: Any, leaves: dict[int, Any], seen: set[int]) -> None:
+        if id(x) in seen:
+            return
+        seen.add(id(x))
+        if id(x) not in self._origins:
+            leaves.update({id(x): x} if hasattr(x, "nbytes") else {})
+            return
+        for operand in self._origins[id(x)][1]:
+            self._collect(operand, leaves, seen)
+
+    def _again(self, x: Any) -> Any:
+        if not hasattr(x, "dtype") or np.size(x) == 1:
+            return x
+        if id(x) not in self._computed:
+            if id(x) in self._origins:
+                eqn, args, outs = self._origins[id(x)]
+                second = _without_barriers(eqn, [self._again(operand) for operand in args])
+                self._computed |= {id(out): again for out, again in zip(outs, second, strict=True)}
+            else:
+                self._computed[id(x)] = self._times_one(x)
+        return self._computed[id(x)]
+
+    def _times_one(self, x: Any) -> Any:
+        """Return a value that XLA does not know to be the same, without a copy of it."""
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        if self._one is None:
+            self._one = lax.optimization_barrier(jnp.ones([], jnp.bfloat16))
+        return x * self._one.astype(x.dtype)

@@ -1,0 +1,62 @@
+"""Products in 8 bits in programs compiled for an H100."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from jaxtrain.cost import find_target
+from jaxtrain.cost.gpu import compile_for_gpu, gpu_devices
+from jaxtrain.transforms.fp8_scales import E4M3, E5M2, Quantized
+from jaxtrain.transforms.scaled_product import scaled_product
+from tests.gpu_programs.families import LAYERS, Settings, program
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("jax_plugins.xla_cuda12", reason="compiling for GPUs requires the extra gpu-programs")
+
+ROWS, WIDTH, FEATURES = 512, 256, 1024
+LINEAR_LAYERS = 7 * LAYERS
+
+
+def compiled(fn, *shapes):
+    target = find_target("h100")
+    sharding = SingleDeviceSharding(gpu_devices(target, 1)[0])
+    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
+    return compile_for_gpu(lambda: jax.jit(fn).lower(*arrays), target)
+
+
+def test_a_scaled_product_with_a_bias_is_one_call_with_scales_in_float32():
+    def product(x, x_scale, kernel, kernel_scale, bias):
+        operands = Quantized(x, x_scale), Quantized(kernel, kernel_scale)
+        return scaled_product(*operands, (((1,), (1,)), ((), ())), jnp.bfloat16, bias)
+
+    one = (1, 1), np.float32
+    shapes = ((ROWS, WIDTH), E5M2), one, ((FEATURES, WIDTH), E4M3), one, ((1, FEATURES), jnp.bfloat16)
+    found = compiled(product, *shapes)
+    assert dict(found.product_dtypes) == {"f8e5m2×f8e4m3fn→bf16": 1}
+    assert found.products[0].instruction.target == "__cublas$lt$matmul$f8"
+    assert found.moved_bytes < ROWS * WIDTH + FEATURES * WIDTH + 2 * ROWS * FEATURES + 2 * FEATURES + 64
+    roundings = re.findall(r"= bf16\[(?:1,1)?\]\S* convert", found.hlo)
+    assert not roundings, "a scale is rounded"
+
+
+@pytest.mark.parametrize(("precision", "accumulate"), [("fp8", 1), ("fp8", 2), ("fp8_row", 1)])
+def test_all_products_with_kernels_are_in_8_bits(precision, accumulate):
+    found = program(Settings("llama", precision, accumulate=accumulate))
+    products = found.product_dtypes
+    # The output layer, with its gradients, and attention.
+    assert products.pop("bf16×bf16→bf16") == accumulate * (3 + 2 * LAYERS)
+    times = LINEAR_LAYERS * accumulate
+    if precision == "fp8":
+        operands = ("f8e4m3fn×f8e4m3fn", "f8e5m2×f8e4m3fn", "f8e4m3fn×f8e5m2")
+        assert products == {f"{pair}→bf16": times for pair in operands}
+    else:
+        # Scaled in a kernel of its own. XLA merges some that share an operand.
+        assert products.keys() == {"f8e4m3fn×f8e4m3fn→f32"}
+        assert 2 * times < products.total() <= 3 * times
+    calls = {p.instruction.target for p in found.products if p.operands[0].startswith("f8")}
+    assert calls == {"__cublas$lt$matmul$f8"}
+    assert found.host_waits == 0

@@ -1,0 +1,47 @@
+"""Arrays computed twice, for their scales and for their conversion to 8 bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain import Policy, block, kernel
+from jaxtrain.transforms import Fp8, fuse_casts, unroll
+from jaxtrain.transforms.jaxpr import inner_jaxprs
+
+WIDTH = 32
+
+
+def _layers(params, x):
+    def layer(x, kernels):
+        def apply(kernels, x):
+            up, down = kernels
+            normal = kernel(lambda x: x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True)))(x)
+            return x + kernel(jax.nn.silu)(normal @ up) @ down
+
+        return block(apply)(kernels, x), None
+
+    return jax.lax.scan(layer, x, params)[0].astype(np.float32).sum()
+
+
+def _count(traced, name):
+    return sum((eqn.primitive.name == name) + sum(_count(j, name) for j in inner_jaxprs(eqn)) for eqn in traced.eqns)
+
+
+@pytest.mark.parametrize("is_unrolled", [False, True], ids=["scanned", "unrolled"])
+def test_the_second_computation_has_the_same_bits(is_unrolled):
+    policy = Policy(np.float32, jnp.bfloat16, fp8=Fp8())
+    loss = policy.apply(unroll(_layers) if is_unrolled else _layers)
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = tuple(jax.random.normal(key, (2, WIDTH, WIDTH)) / 5 for key in keys[:2])
+    x = jax.random.normal(keys[2], (16, WIDTH))
+    differentiate = jax.value_and_grad(loss, argnums=(0, 1))
+    fused = fuse_casts(differentiate, "gpu")
+    expected, found = (jax.jit(fn)(params, x) for fn in (differentiate, fused))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    # Forwards the norm and silu again; backwards the gradient by silu's input, and what is computed from residuals.
+    once, twice = (_count(jax.make_jaxpr(fn)(params, x).jaxpr, "logistic") for fn in (differentiate, fused))
+    assert twice == 2 * once
+    assert str(jax.make_jaxpr(fuse_casts(differentiate, "cpu"))(params, x)) == str(
+        jax.make_jaxpr(differentiate)(params, x)
+    )
