@@ -169,7 +169,11 @@ def _jax_values(
         batch = {name: x[: case.rows // accumulate] for name, x in next(case.batches(seed, 1)).items()}
         numerics, made = policy(jax_side.policy_of(precision)), list[_Computed]()
         recorded = _recorded(validated(case.loss_fn), made, wanted)
-        compute = in_float64(recorded) if precision == "fp64" else numerics.apply(recorded, state_argnums=(3,))
+        scales = numerics.init_scales(params)
+        of_kernels = None if scales is None else scales.scale
+        probes = jax.tree.map(jnp.zeros_like, of_kernels)
+        low = numerics.apply(recorded, state_argnums=(3,), scales=of_kernels, probes=probes)
+        compute = in_float64(recorded) if precision == "fp64" else low
         compute = program_in_float64(compute) if precision != "fp64" and in_double(precision) else compute
         values = jax.jit(compute)(
             numerics.cast_params(params),

@@ -34,8 +34,8 @@ def check(
     Args:
       case: The case.
       precision: "fp64", "fp32", "bf16", "fp16", "bf16_compute", "bf16_params", "bf16_params_stochastic",
-        "bf16_params_kahan", "fp8", "fp8_row" or "fp8_block"; or "fp64_fp8" and so on, which asks in float64 whether
-        both sides quantize alike (`parity.settings.EXACT`).
+        "bf16_params_kahan", "fp8", "fp8_delayed", "fp8_row" or "fp8_block"; or "fp64_fp8" and so on, which asks in
+        float64 whether both sides quantize alike (`parity.settings.EXACT`).
       locate: Whether to explain a difference: the stage at fault, the first operation that differs, the convention that
         explains it. In fp64, a case whose gradient is always or never clipped is trained with another bound as well,
         and selections of which only one side was taken are listed.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from parity.case import Case
 
-FP8 = ("fp8", "fp8_row", "fp8_block")
+FP8 = ("fp8", "fp8_delayed", "fp8_row", "fp8_block")
 EXACT = "fp64_"
 """Prefix of a precision whose quantization to fp8 both sides compute in float64 like all the rest: only the rounding to
 fp8 itself remains, so that the two programs must be equal to the bars of fp64."""

@@ -1,8 +1,9 @@
-"""fp8 training in PyTorch: the reference of the policies "fp8", "fp8_row" and "fp8_block".
+"""fp8 training in PyTorch: the reference of the policies "fp8", "fp8_delayed", "fp8_row" and "fp8_block".
 
 "fp8" and "fp8_row" are torchao's recipes "tensorwise" and "rowwise", applied by `convert_to_float8_training`, as by its
 users. A `Conv1D` of transformers, which torchao does not convert, calls the function that torchao's linear layer calls.
 "fp8_block" has formulas of its own, because torchao's need a GPU; they are those of DeepSeek-V3 and of torchao.
+"fp8_delayed" has those of TransformerEngine (`parity.torch_delayed`).
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 from jaxtrain.errors import UserError
 from jaxtrain.interop import TorchParam
 from jaxtrain.transforms import policy
+from parity import torch_delayed
 from parity.case import Case
 from parity.settings import fp8_policy
 
@@ -55,9 +57,9 @@ def converted(case: Case, model: Module, precision: str) -> Module:
     fits = partial(_fits, _excluded(case, name), _tables(model))
     for path, module in model.named_modules():
         if _is_conv1d(module) and fits(module, path):
-            module.forward = partial(_conv1d, module, _product(name))
+            module.forward = partial(_conv1d, module, _product(name, module))
         elif name not in RECIPES and isinstance(module, Linear) and fits(module, path):
-            module.forward = partial(_linear, module, _product(name))  # type: ignore[method-assign]
+            module.forward = partial(_linear, module, _product(name, module))  # type: ignore[method-assign]
     if name in RECIPES:
         return _torchao().convert_to_float8_training(model, module_filter_fn=fits, config=_config(name))
     return model
@@ -70,7 +72,9 @@ def autocast() -> Iterator[None]:
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     try:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+            # By which torchao asks.
+            warnings.filterwarnings("ignore", r"torch\.get_autocast_gpu_dtype\(\) is deprecated", DeprecationWarning)
             yield
     finally:
         torch.set_autocast_enabled("cuda", before[0])
@@ -126,10 +130,21 @@ def _autocasted(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else x
 
 
-def _product(name: str) -> Product:
+def _product(name: str, layer: Module) -> Product:
+    """Return how a layer multiplies."""
     if name in RECIPES:
         return _torchao_product(_config(name))
-    return _Blocks.apply
+    fp8 = policy(name).fp8
+    assert fp8 is not None
+    if not fp8.is_delayed:
+        return _Blocks.apply
+    scales = torch_delayed.with_scales(fp8, layer)
+
+    def product(x: Tensor, weight_t: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch_delayed.Product.apply(x, weight_t, scales)
+
+    return product
 
 
 @cache

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from jaxtrain.errors import UserError
-from parity import torch_fp8
+from parity import torch_delayed, torch_fp8
 from parity.case import Case
 from parity.checkpoints import without_recomputation
 from parity.oracle.caches import clear_caches
@@ -133,6 +133,7 @@ def _run(
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     if precision in ROUNDINGS:
         round_after_updates(optimizer, ROUNDINGS[precision])
+    optimizer.register_step_post_hook(lambda *_: torch_delayed.update_scales(model))
     updates = Updates(case, model, optimizer)
     losses, norms, scales = [], [], [scaler.get_scale()]
 

@@ -1,7 +1,7 @@
 """Compute the products of a function with its parameters in 8 bits.
 
 A parameter is followed through conversions, layout operations, calls, checkpoints and scans to the products that use
-it. The function is one in low precision already: a product in 8 bits replaces one in bfloat16 or float16, and reads the
+it. The function is one under a policy already: a product in 8 bits replaces one in its compute dtype, and reads the
 parameter in the dtype that it is stored in.
 """
 
@@ -21,7 +21,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.paths import Matching, path_name
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
-from jaxtrain.transforms.casts import LOWER_FLOATS, is_array, to_dtype
+from jaxtrain.transforms.casts import is_array, to_dtype
 from jaxtrain.transforms.fp8 import Fp8
 from jaxtrain.transforms.fp8_product import fp8_product
 from jaxtrain.transforms.gathered import DIVIDED_LOOKUP
@@ -51,12 +51,15 @@ class KernelUse(NamedTuple):
     reason: str | None
 
 
-def fp8_products(fn: Callable[..., Any], fp8: Fp8, scales: Any = None, probes: Any = None) -> Callable[..., Any]:
+def fp8_products(
+    fn: Callable[..., Any], fp8: Fp8, compute_dtype: Any, scales: Any = None, probes: Any = None
+) -> Callable[..., Any]:
     """Compute the products of a function `fn(params, …)` with its parameters in 8 bits.
 
     Args:
       fn: The function, under autocast or computed in low precision as a whole.
       fp8: The settings. "delayed" is "tensor" without `scales`.
+      compute_dtype: That of the function; a product of other dtypes is not in 8 bits.
       scales: With the scaling "delayed", the scales of each kernel, a tree like the parameters.
       probes: Zeros like `scales`: the gradient by them is the largest magnitudes that products have.
 
@@ -69,7 +72,7 @@ def fp8_products(fn: Callable[..., Any], fp8: Fp8, scales: Any = None, probes: A
 
     Example:
       >>> from jaxtrain.transforms.precision import autocast
-      >>> fn = fp8_products(autocast(lambda kernel, x: x @ kernel, jnp.bfloat16), Fp8())
+      >>> fn = fp8_products(autocast(lambda kernel, x: x @ kernel, jnp.bfloat16), Fp8(), jnp.bfloat16)
       >>> text = str(jax.make_jaxpr(fn)(jnp.ones((16, 32)), jnp.ones((1, 16))))
       >>> "fp8_product" in text, "dot_general" in text
       (True, False)
@@ -77,7 +80,7 @@ def fp8_products(fn: Callable[..., Any], fp8: Fp8, scales: Any = None, probes: A
 
     def computed(*args: Any, **kwargs: Any) -> Any:
         uses: list[KernelUse] = []
-        result = _rewritten(fn, fp8, uses, scales, probes)(*args, **kwargs)
+        result = _rewritten(fn, fp8, compute_dtype, uses, scales, probes)(*args, **kwargs)
         if all(use.reason for use in uses):
             raise UserError(_none_qualifies(uses))
         return result
@@ -85,23 +88,24 @@ def fp8_products(fn: Callable[..., Any], fp8: Fp8, scales: Any = None, probes: A
     return computed
 
 
-def kernel_uses(fn: Callable[..., Any], fp8: Fp8, *args: Any) -> list[KernelUse]:
+def kernel_uses(fn: Callable[..., Any], fp8: Fp8, compute_dtype: Any, *args: Any) -> list[KernelUse]:
     """Return the products of a function `fn(params, …)` with its parameters, in 8 bits and not.
 
     Args:
       fn: The function, as for `fp8_products`.
       fp8: The settings.
+      compute_dtype: As for `fp8_products`.
       *args: Its arguments, or their shapes.
 
     Example:
       >>> from jaxtrain.transforms.precision import autocast
       >>> params = {"body": jnp.ones((16, 16)), "head": jnp.ones((16, 32))}
       >>> fn = autocast(lambda params, x: x @ params["body"] @ params["head"], jnp.bfloat16)
-      >>> [(use.path, use.reason) for use in kernel_uses(fn, Fp8(), params, jnp.ones((1, 16)))]
+      >>> [(use.path, use.reason) for use in kernel_uses(fn, Fp8(), jnp.bfloat16, params, jnp.ones((1, 16)))]
       [('body', None), ('head', 'excluded')]
     """
     uses: list[KernelUse] = []
-    jax.eval_shape(_rewritten(fn, fp8, uses), *args)
+    jax.eval_shape(_rewritten(fn, fp8, compute_dtype, uses), *args)
     return uses
 
 
@@ -126,7 +130,7 @@ def _none_qualifies(uses: Sequence[KernelUse]) -> str:
 
 
 def _rewritten(
-    fn: Callable[..., Any], fp8: Fp8, uses: list[KernelUse], scales: Any = None, probes: Any = None
+    fn: Callable[..., Any], fp8: Fp8, compute_dtype: Any, uses: list[KernelUse], scales: Any = None, probes: Any = None
 ) -> Callable[..., Any]:
     if fp8.is_delayed and scales is None:
         fp8 = Fp8(exclude=fp8.exclude)
@@ -144,7 +148,7 @@ def _rewritten(
                 reason = "excluded" if excluded(name) else "looked up" if _is_table(closed.jaxpr, var) else None
                 given.append(_Parameter(x, own, x.dtype, name, x.size, reason) if is_array(x) else x)
             # Autocast traces its operations in one such region.
-            run = _runner(fp8, uses, disabled=-1)
+            run = _runner(fp8, compute_dtype, uses, disabled=-1)
             return [*map(_converted, run(closed.jaxpr, closed.consts, [*given, *values[len(leaves) :]]))]
 
         return jaxpr.retrace(fn, evaluate)(params, *rest, **kwargs)
@@ -191,14 +195,14 @@ def _is_parameter(x: Any) -> bool:
     return isinstance(x, _Parameter)
 
 
-def _runner(fp8: Fp8, uses: list[KernelUse], disabled: int) -> jaxpr.Run:
+def _runner(fp8: Fp8, compute_dtype: Any, uses: list[KernelUse], disabled: int) -> jaxpr.Run:
     """Return a function that evaluates a jaxpr, called in so many regions in which autocast is disabled."""
 
     def rule(of_jaxpr: Uses, eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
         del run
         args = [_used(of_jaxpr, v, x) for v, x in zip(eqn.invars, args, strict=True)]
         name, depth = eqn.primitive.name, disabled + _regions(eqn)
-        inner = _runner(fp8, uses, depth)
+        inner = _runner(fp8, compute_dtype, uses, depth)
         if not any(map(_is_parameter, args)):
             return None
         if name in _CALLS:
@@ -213,7 +217,7 @@ def _runner(fp8: Fp8, uses: list[KernelUse], disabled: int) -> jaxpr.Run:
                 array = _apply(eqn, [first.array, *rest], inner)[0]
                 return [replace(first, array=array, scales=first.scales and first.scales.after(eqn, rest))]
         if (product := _Product.of(eqn)) is not None and any(map(_is_parameter, args[:2])):
-            reason = product.refusal(args, depth, is_delayed=fp8.is_delayed)
+            reason = product.refusal(args, depth, compute_dtype, is_delayed=fp8.is_delayed)
             _note(uses, args[:2], reason)
             if reason is None:
                 return [product.multiply([*args[:2], *map(_converted, args[2:])], fp8)]
@@ -347,7 +351,7 @@ class _Product(NamedTuple):
         shapes, dtypes = zip(*((aval.shape, aval.dtype) for aval in avals), strict=True)
         return cls(shapes[:2], inner.params["dimension_numbers"], (*dtypes[:2], dtypes[-1]), shapes[-1])
 
-    def refusal(self, args: Sequence[Any], disabled: int, *, is_delayed: bool) -> str | None:
+    def refusal(self, args: Sequence[Any], disabled: int, compute_dtype: Any, *, is_delayed: bool) -> str | None:
         """Return why the product is not in 8 bits; None if it is."""
         kernels = [i for i in (0, 1) if _is_parameter(args[i])]
         if len(kernels) != 1:
@@ -355,8 +359,9 @@ class _Product(NamedTuple):
         kernel = args[kernels[0]]
         if kernel.reason is not None:
             return str(kernel.reason)
-        if any(dtype not in LOWER_FLOATS for dtype in self.dtypes[:2]):
-            return f"in {self.dtypes[0].name}"
+        others = [dtype for dtype in self.dtypes[:2] if dtype != compute_dtype]
+        if others:
+            return f"in {others[0].name}"
         if disabled > 0:
             return "autocast is disabled"
         (contracted, (batch, _)) = self.dimension_numbers

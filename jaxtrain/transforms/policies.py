@@ -117,7 +117,7 @@ class Policy:
         """
         inner = self._in_dtypes(fn, state_argnums)
         if self.fp8 is not None:
-            inner = fp8_products(inner, self.fp8, scales, probes)
+            inner = fp8_products(inner, self.fp8, self.compute_dtype, scales, probes)
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             with jax.default_matmul_precision(self.matmul_precision):

@@ -1,4 +1,4 @@
-"""JAX's fp8 training against torchao's: the same quantization, asked in float64, and the same precision."""
+"""JAX's fp8 training against PyTorch's: the same quantization, asked in float64, and the same precision."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +21,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "llama": partial(llama.sized, "llama", llama.LLAMA, packed=True, clip_norm=1.4),
     "vit": vit.case,
 }
+TRANSFORMERS = [("gpt2", "fp8"), ("gpt2", "fp8_delayed"), ("llama", "fp8_row"), ("vit", "fp8_block")]
 
 
 @pytest.mark.sampled(1)
@@ -31,7 +32,7 @@ def test_a_perceptron_quantizes_as_pytorch_does_to_the_bars_of_float64(precision
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "precision"), [("gpt2", "fp8"), ("llama", "fp8_row"), ("vit", "fp8_block")])
+@pytest.mark.parametrize(("name", "precision"), TRANSFORMERS)
 def test_a_transformer_quantizes_as_pytorch_does_to_the_bars_of_float64(name: str, precision: str) -> None:
     verdict = check(CASES[name](), EXACT + precision, steps=5)
     assert verdict.passed, verdict.faults
