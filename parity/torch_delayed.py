@@ -67,7 +67,7 @@ class Product(torch.autograd.Function):
         return _unscaled(low @ low_weight, scales, _INPUT, _WEIGHT).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return the gradients of both operands."""
         (x, weight_t), scales = ctx.saved_tensors, ctx.scales
         scales.record(_GRADIENT, gradient)

@@ -15,7 +15,7 @@ from torch.nn import GELU, Linear, Module, Sequential
 
 import jaxtrain
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
-from jaxtrain.transforms import fp8_kernels, fp8_operands, fp8_product, fp8_scales, scaled_product
+from jaxtrain.transforms import delayed_scales, fp8_kernels, fp8_operands, fp8_product, fp8_scales, scaled_product
 from jaxtrain.transforms.fp8_scales import E4M3, Quantized
 from parity.case import Batch, Case
 from parity.mutants.mutant import Mutant, Patch, patched
@@ -124,6 +124,37 @@ def _other_axis(fp8: Any, kernel: jax.Array, axis: int) -> Quantized:
     return Quantized(right.data, own.scale)
 
 
+def _late(fp8: Any, scale: jax.Array, history: jax.Array, amax: jax.Array) -> jax.Array:
+    """Return the next scale without the largest magnitudes of the window that has just ended."""
+    return _right_next(fp8, scale, history, jnp.zeros_like(amax))
+
+
+_right_next = delayed_scales._next_scale
+
+
+def _not_rolled(history: jax.Array, amax: jax.Array) -> jax.Array:
+    """Write the newest magnitude over the one before."""
+    return history.at[..., -1].set(amax)
+
+
+@contextmanager
+def _amax_of_the_input() -> Iterator[None]:
+    """Record the largest magnitude of a product's input as that of its kernel."""
+    right = fp8_product.Product.forward
+
+    def forward(self: Any, *operands: jax.Array) -> Any:
+        out, residuals = right(self, *operands)
+        scale, (of_x, _) = residuals.delayed
+        return out, residuals._replace(delayed=(scale, jnp.stack([of_x, of_x])))
+
+    with mock.patch.object(fp8_product.Product, "forward", forward):
+        yield
+
+
+def _unclipped(x: jax.Array, dtype: Any, scale: jax.Array) -> Quantized:
+    return Quantized((x.astype(np.float32) * scale).astype(dtype), scale)
+
+
 def _any_scale(amax: jax.Array, dtype: Any, *, power_of_two: bool = False) -> jax.Array:
     del power_of_two
     return _right_scale(amax, dtype)
@@ -155,5 +186,21 @@ MUTANTS = [
         "forward",
         "2:",
         precision="fp8_block",
+    ),
+    quantized(
+        "delayed-scale-one-update-late",
+        patched(delayed_scales._next_scale, _late),
+        "state",
+        precision="fp8_delayed",
+    ),
+    quantized(
+        "delayed-history-not-rolled", patched(delayed_scales._rolled, _not_rolled), "state", precision="fp8_delayed"
+    ),
+    quantized("delayed-amax-of-the-input", _amax_of_the_input, "state", precision="fp8_delayed"),
+    quantized(
+        "delayed-not-saturated",
+        patched(fp8_scales.scaled, _unclipped, within=fp8_operands),
+        "state",
+        precision="fp8_delayed",
     ),
 ]
