@@ -144,6 +144,7 @@ def _amax_of_the_input() -> Iterator[None]:
 
     def forward(self: Any, *operands: jax.Array) -> Any:
         out, residuals = right(self, *operands)
+        assert residuals.delayed is not None
         scale, (of_x, _) = residuals.delayed
         return out, residuals._replace(delayed=(scale, jnp.stack([of_x, of_x])))
 
