@@ -1,5 +1,6 @@
 """Transforms of functions through their jaxprs: precision, rematerialization, unrolling, hooks; unaware of training."""
 
+from jaxtrain.transforms import delayed_scales as delayed_scales
 from jaxtrain.transforms import fp8_kernels as fp8_kernels
 from jaxtrain.transforms import fp8_operands as fp8_operands
 from jaxtrain.transforms import fp8_product as fp8_product
