@@ -17,6 +17,7 @@ from jaxtrain.transforms.exponents import bounds as bounds
 from jaxtrain.transforms.exponents import rounding_limits as rounding_limits
 from jaxtrain.transforms.fp8 import Fp8
 from jaxtrain.transforms.fp8_casts import fuse_casts as fuse_casts
+from jaxtrain.transforms.fp8_kernels import KernelCopies as KernelCopies
 from jaxtrain.transforms.fp8_kernels import KernelUse as KernelUse
 from jaxtrain.transforms.fp8_kernels import format_uses as format_uses
 from jaxtrain.transforms.fp8_kernels import kernel_uses as kernel_uses
@@ -46,6 +47,7 @@ from jaxtrain.transforms.precision import LOSS as LOSS
 from jaxtrain.transforms.precision import autocast, autocast_disabled, kernel
 from jaxtrain.transforms.precision import low_operation as low_operation
 from jaxtrain.transforms.precision import low_precision as low_precision
+from jaxtrain.transforms.quantized_kernel import Whole as Whole
 from jaxtrain.transforms.recompute import RECOMPUTED as RECOMPUTED
 from jaxtrain.transforms.recompute import recomputed as recomputed
 from jaxtrain.transforms.remat import BLOCK as BLOCK
