@@ -165,11 +165,16 @@ def test_an_inf_skips_the_update():
             for mesh, options in (
                 ("fsdp=4", {"accumulate": 2}),
                 ("fsdp=2,tensor=2", {"accumulate": 2, "remat": "dots"}),
+                ("fsdp=4", {"accumulate": 2, "reshard_after": "window"}),
+                ("fsdp=2,tensor=2", {"accumulate": 2, "reshard_after": "window"}),
                 ("dcn=2,fsdp=2", {"accumulate": 2, "gradient_sums": "sharded"}),
                 ("sequence=4", {}),
             )
         ),
-        pytest.param("fp8_block", "data=4", {}, marks=pytest.mark.slow),
+        *(
+            pytest.param("fp8_block", mesh, {"reshard_after": after}, marks=pytest.mark.slow)
+            for mesh, after in (("data=4", "forward"), ("fsdp=4", "forward"), ("fsdp=4", "window"))
+        ),
     ],
 )
 def test_scales_are_those_of_all_devices(name, mesh, options):
