@@ -265,8 +265,7 @@ def _fp8_products(task: Task, state: TrainState, batch: dict[str, np.ndarray], r
     if numerics.fp8 is None:
         return {}
     in_compute_dtype = dataclasses.replace(numerics, fp8=None).apply(validated(task.loss_fn), state_argnums=(3,))
-    args = state.params, batch, state.rng, state.model_state
-    uses = kernel_uses(in_compute_dtype, numerics.fp8, numerics.compute_dtype, *args)
+    uses = kernel_uses(in_compute_dtype, numerics.fp8, state.params, batch, state.rng, state.model_state)
     for pattern in numerics.fp8.exclude if recipe.fp8_exclude is not None else ():
         if not any(Matching((pattern,))(use.path) for use in uses):
             kernels = ", ".join(dict.fromkeys(use.path for use in uses))

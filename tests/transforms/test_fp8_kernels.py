@@ -83,13 +83,11 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 5)))
 
 def test_kernels_are_followed_to_their_products():
     numerics = policy("fp8")
-    uses = kernel_uses(dataclasses.replace(numerics, fp8=None).apply(model), numerics.fp8, jnp.bfloat16, PARAMS, TOKENS)
+    uses = kernel_uses(dataclasses.replace(numerics, fp8=None).apply(model), numerics.fp8, PARAMS, TOKENS)
     assert {use.path: use.kernels for use in uses if use.reason is None} == IN_8_BITS
     assert {use.path: use.reason for use in uses if use.reason is not None} == IN_LOW_PRECISION
 
-    excluded = kernel_uses(
-        policy("bf16").apply(model), Fp8(exclude=("layers/*", "he?ds")), jnp.bfloat16, PARAMS, TOKENS
-    )
+    excluded = kernel_uses(policy("bf16").apply(model), Fp8(exclude=("layers/*", "he?ds")), PARAMS, TOKENS)
     assert {use.path for use in excluded if use.reason is None} == {"out", "left", "low", "head/kernel"}
 
 
@@ -151,9 +149,7 @@ def test_a_product_with_its_own_derivative_and_one_of_an_inner_policy_are_left_a
         return x.astype(np.float32) @ params["body"]
 
     numerics = policy("fp8")
-    uses = kernel_uses(
-        dataclasses.replace(numerics, fp8=None).apply(inner), numerics.fp8, jnp.bfloat16, params, jnp.ones((1, 16))
-    )
+    uses = kernel_uses(dataclasses.replace(numerics, fp8=None).apply(inner), numerics.fp8, params, jnp.ones((1, 16)))
     assert [use.path for use in uses if use.reason is None] == ["body"]
     traced = jax.make_jaxpr(numerics.apply(inner))(params, jnp.ones((1, 16)))
     assert sum(eqn.primitive.name == "fp8_product" for eqn in equations(traced.jaxpr)) == 1
