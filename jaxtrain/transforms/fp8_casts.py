@@ -3,7 +3,7 @@
 An array is read twice to be scaled: for its largest magnitude, and to be converted. XLA writes it in 16 bits first,
 also if it follows from arrays in memory by cheap operations: an activation function, its gradient, a norm. It then
 moves more than two kernels would that compute it. A factor of one that XLA does not know makes two computations of one,
-which it cannot merge.
+which it cannot merge. Products of one array share its scale and its conversion, in the backward pass too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -148,11 +148,11 @@ class _Again:
     """Second computations of values by cheap operations."""
 
     def __init__(self) -> None:
-        self._origins: dict[int, tuple[JaxprEqn, list[Any], list[Any]]] = {}  # by id, of values that stay alive
+        self._origins: dict[int, tuple[JaxprEqn, list[Any], Sequence[Any]]] = {}  # by id, of values that stay alive
         self._computed: dict[int, Any] = {}
         self._one: Any = None
 
-    def note(self, eqn: JaxprEqn, args: list[Any], outs: list[Any]) -> None:
+    def note(self, eqn: JaxprEqn, args: list[Any], outs: Sequence[Any]) -> None:
         """Note what values were computed by."""
         for out in outs:
             self._origins[id(out)] = eqn, args, outs
