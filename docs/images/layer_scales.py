@@ -116,7 +116,7 @@ def _gradient(params: Any, batch: Any) -> Any:
 
 def train(precision: str, updates: int, loss_scale: Any = None, loss_fn: Any = loss_fn) -> Run:
     """Train the model from the same parameters on the same batches."""
-    # Elements below 3e-18, whose squares underflow in float32 and leave Adam's denominator to eps, move by less than lr.
+    # Squares of elements below 3e-18 underflow in float32: with a smaller eps their updates would exceed the rate.
     optimizer = optax.chain(_recorded(), optax.adam(2e-3, eps=1e-17))
     step = jt.train_step(loss_fn, optimizer, precision=precision, loss_scale=loss_scale)
     state, found, data = step.init(parameters(seed=0)), [], batches(updates)
@@ -172,12 +172,13 @@ def draw(found: dict[str, Run]) -> None:
     left.legend(frameon=False)
     one = np.log2(found["float16, one scale"].scales[:, 0])
     right.plot(one, color=SINGLE, linewidth=1.2)
-    right.annotate("one scale", (len(one) - 1, one[-1]), (4, -3), textcoords="offset points", color=SINGLE)
+    right.annotate("one scale", (100, one[100]), (0, 8), textcoords="offset points", color=SINGLE)
     for layer, scale in enumerate(np.log2(found[ADAPTIVE_RUN].scales.T)):
         right.plot(scale, color=ADAPTIVE, linewidth=1.2)
-        name = "head" if layer == LAYERS else f"layer {layer}"
-        right.annotate(name, (len(scale) - 1, scale[-1]), (4, -3), textcoords="offset points", color=ADAPTIVE)
-    right.set(xlabel="update", ylabel="log₂ of the scale", title="Loss scales", xlim=(0, 1.2 * len(one)))
+        if layer < LAYERS:  # the scale of the head is that of the last layer
+            name = f"layer {layer}" if layer < LAYERS - 1 else f"layer {layer}, head"
+            right.annotate(name, (len(scale) - 1, scale[-1]), (4, -3), textcoords="offset points", color=ADAPTIVE)
+    right.set(xlabel="update", ylabel="log₂ of the scale", title="Loss scales", xlim=(0, 1.35 * len(one)))
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["bottom", "left"]].set_color(INK)
