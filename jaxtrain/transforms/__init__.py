@@ -4,6 +4,7 @@ from jaxtrain.transforms import fp8_kernels as fp8_kernels
 from jaxtrain.transforms import fp8_operands as fp8_operands
 from jaxtrain.transforms import fp8_product as fp8_product
 from jaxtrain.transforms import fp8_scales as fp8_scales
+from jaxtrain.transforms import kernel_product as kernel_product
 from jaxtrain.transforms import quantized_kernel as quantized_kernel
 from jaxtrain.transforms import scaled_product as scaled_product
 from jaxtrain.transforms.bias import biased_products as biased_products

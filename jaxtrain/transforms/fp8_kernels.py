@@ -120,7 +120,7 @@ def kernel_copies(
     Example:
       >>> from jaxtrain.transforms.precision import autocast
       >>> fn = autocast(lambda kernels, x: jax.lax.scan(lambda x, w: (x @ w, None), x, kernels)[0], jnp.bfloat16)
-      >>> copies = kernel_copies(fn, Fp8())(jnp.ones((3, 16, 16)), jnp.ones((1, 16), jnp.bfloat16))
+      >>> copies = kernel_copies(fn, Fp8())(jnp.ones((3, 16, 16)), jnp.ones((1, 16)))
       >>> [(kernel.columns.data.shape, kernel.columns.scale.shape) for kernel in copies.of_params[0].values()]
       [((3, 16, 16), (3, 1, 1))]
     """

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtrain as jt
 from jaxtrain.cost import flops
 from jaxtrain.distributed import make_mesh, shard
+from jaxtrain.planning.gathered_params import gathered_bytes
 from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.transforms import policy
 from jaxtrain.transforms.fp8_scales import E4M3
@@ -223,3 +224,12 @@ def test_the_loop_over_micro_batches_casts_no_kernel():
     (loop,) = bodies(traced)
     assert casts_of_kernels(equations(loop)) == 0
     assert casts_of_kernels(equations(traced)) == 2
+
+
+def test_the_plan_counts_gathered_kernels_in_8_bits():
+    def kept(name):
+        step = shard(jt.train_step(loss_fn, optax.sgd(1.0), precision=name), make_mesh("fsdp=4"), RULES)
+        return gathered_bytes(step, step.shapes(PARAMS), {"tokens": jax.ShapeDtypeStruct((16, 8), np.int32)}, 1)
+
+    kernels = 2 * LAYERS * WIDTH * HIDDEN
+    assert kept("bf16") - kept("fp8") == kept("bf16") - kept("fp8_delayed") == kernels
