@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.compilation import bypass_compilation_cache, needs_fresh_programs
 from jaxtrain.distributed.groups import groups_of_head, lookup_groups, row_groups
-from jaxtrain.distributed.mesh import PIPELINE, ROWS_OF_HEAD, TENSOR
+from jaxtrain.distributed.mesh import FSDP, PIPELINE, ROWS_OF_HEAD, TENSOR
 from jaxtrain.distributed.pipeline import pipeline_stages, require_pipelined
 from jaxtrain.distributed.program import constrain_shardings
 from jaxtrain.distributed.rows import place_batch
-from jaxtrain.distributed.sharding import Rules, gather, state_shardings
+from jaxtrain.distributed.sharding import Rules, gather, replicate_over, state_shardings
 from jaxtrain.errors import UserError, user_facing
 from jaxtrain.step import (
     LONGEST,
@@ -87,6 +87,7 @@ class ShardedStep(TrainStep):
                 row_groups(mesh, rules, step.parts.gradient_sums),
                 lookup_groups(mesh, rules, step.parts.accumulate),
                 None if step.parts.reshard_after == "forward" else partial(gather, mesh=mesh, rules=rules),
+                partial(replicate_over, replicated=(FSDP,)) if mesh.shape.get(PIPELINE, 1) == 1 else None,
                 pipeline_stages(mesh, step.parts.pipeline_chunks),
                 None if head_groups is None else RowDivision(partial(constrain, row_axes=ROWS_OF_HEAD), head_groups),
             ),

@@ -21,14 +21,28 @@ def gathered_bytes(step: TrainStep, state: TrainState, window: Any, accumulate: 
       accumulate: Micro-batches of the window.
     """
     micro_batch = window if accumulate == 1 else jax.eval_shape(lambda x: jax.tree.map(lambda y: y[0], x), window)
-    dtypes = step.parts.loss.used_dtypes(state.params, micro_batch, state.rng, state.model_state)
+    loss, used = step.parts.loss, []
+
+    def kernels_in_8_bits(scales: Any, *args: Any) -> list[Any]:
+        kernels = loss.kernels(scales, *args)
+        used.append(loss.used_dtypes(scales, kernels, *args))
+        return [{}] * len(jax.tree.leaves(args[0])) if kernels is None else [[*x.values()] for x in kernels.of_params]
+
+    args = state.params, micro_batch, state.rng, state.model_state
+    kernels = jax.eval_shape(kernels_in_8_bits, step.parts.scales(state).products, *args)
 
     def size(x: Any, dtype: Any) -> int:
         whole = replicate_over(x.sharding, (FSDP,))
         kept = dtype is not None and not whole.is_equivalent_to(x.sharding, len(x.shape))
         return dtype.itemsize * math.prod(whole.shard_shape(x.shape)) if kept else 0
 
-    return sum(jax.tree.leaves(jax.tree.map(size, state.params, dtypes)))
+    def size_in_8_bits(x: Any, parts: Any) -> int:
+        (stored,) = {y.dtype for y in jax.tree.leaves(parts) if y.dtype.itemsize == 1} or {None}
+        elements = sum(y.size for y in jax.tree.leaves(parts) if y.dtype.itemsize == 1)
+        return size(x, stored) * elements // x.size
+
+    sizes = jax.tree.map(size, state.params, used[0])
+    return sum(jax.tree.leaves(sizes)) + sum(map(size_in_8_bits, jax.tree.leaves(state.params), kernels))
 
 
 def gathered_params_json(recipe: Recipe, window_bytes: int) -> dict[str, Any]:

@@ -12,8 +12,10 @@ from jaxtrain.step.probes import NO_PROBES, Probes
 from jaxtrain.transforms import (
     Groups,
     Hook,
+    KernelCopies,
     Policy,
     Stages,
+    Whole,
     add_hooks,
     convert_where_used,
     fuse_slices,
@@ -29,6 +31,20 @@ from jaxtrain.transforms import (
     with_copies,
 )
 
+
+class Copies(NamedTuple):
+    """Copies of parameters for a window, in which they do not change.
+
+    Attributes:
+      gathered: What `gather` returned; None if there is nothing to keep.
+      kernels: Kernels in 8 bits; None if there are none.
+    """
+
+    gathered: Any = None
+    kernels: KernelCopies | None = None
+
+
+NO_COPIES = Copies()
 Gather = Callable[[Any, Any], Any]
 """`gather(params, dtypes)` gathers parameters in these dtypes; None for those that every device has already."""
 
@@ -65,6 +81,7 @@ class LossProgram(NamedTuple):
       groups: Groups of rows whose gradients are summed once a window; None to sum over all rows at once.
       lookups: Groups of rows for the tables of a window of one micro-batch; None to sum over all rows at once.
       gather: Gathers the parameters of which every device keeps a copy for the window; None to keep none.
+      whole: Returns a sharding without the axes over which parameters are gathered; None if none are.
       stages: Stages of a pipeline that a window's micro-batches pass through; None for no pipeline.
       of_head: How the stages divide the rows of what follows the layers; None if each computes all of it.
       observe: Adds functions that observe values; the identity in a training step.
@@ -81,6 +98,7 @@ class LossProgram(NamedTuple):
     groups: Groups | None = None
     lookups: Groups | None = None
     gather: Gather | None = None
+    whole: Whole | None = None
     stages: Stages | None = None
     of_head: RowDivision | None = None
     observe: Callable[[Compute], Compute] = identity
@@ -90,8 +108,20 @@ class LossProgram(NamedTuple):
         """Whether the program is one for a mesh."""
         return self.constrain is not identity
 
-    def numerics(self, scales: Any = None, probes: Any = None) -> list[Callable[..., Any]]:
+    def numerics(
+        self, scales: Any = None, probes: Any = None, kernels: KernelCopies | None = None
+    ) -> list[Callable[..., Any]]:
         """Return the first transforms, in order of application; they decide the dtype of every operation."""
+        return [
+            *self._before_the_policy,
+            # Decides every operation's dtype; what follows only changes how operations are computed.
+            partial(
+                self.policy.apply, state_argnums=(3,), scales=scales, probes=probes, kernels=kernels, whole=self.whole
+            ),
+        ]
+
+    @property
+    def _before_the_policy(self) -> list[Callable[..., Any]]:
         return [
             # Innermost, so that an error about the loss_fn's result names what the loss_fn itself returned.
             partial(validated, differentiable=True),
@@ -99,20 +129,18 @@ class LossProgram(NamedTuple):
             self.constrain,
             # Before autocast, so that a parameter's hook receives the float32 gradient, as in PyTorch.
             partial(add_hooks, hooks=self.hooks),
-            # Decides every operation's dtype; what follows only changes how operations are computed.
-            partial(self.policy.apply, state_argnums=(3,), scales=scales, probes=probes),
         ]
 
     def transforms(
-        self, copies: Any = None, scales: Probes = NO_PROBES, probes: Probes = NO_PROBES
+        self, copies: Copies = NO_COPIES, scales: Probes = NO_PROBES, probes: Probes = NO_PROBES
     ) -> list[Callable[..., Any]]:
         """Return the transforms in order of application: each rewrites the program of all before it."""
         return [
-            *self.numerics(scales.products, probes.products),
+            *self.numerics(scales.products, probes.products, copies.kernels),
             # After autocast, whose roundings it observes.
             self.observe,
             # After autocast, in whose dtypes the copies are.
-            identity if copies is None else partial(with_copies, copies=copies),
+            identity if copies.gathered is None else partial(with_copies, copies=copies.gathered),
             # After autocast, whose products it differentiates group by group.
             identity if self.groups is None else partial(partial_gradients, groups=self.groups),
             identity if self.lookups is None else partial(lookup_gradients, groups=self.lookups),
@@ -140,7 +168,7 @@ class LossProgram(NamedTuple):
             losses_in_float32,
         ]
 
-    def compute(self, copies: Any = None, scales: Probes = NO_PROBES, probes: Probes = NO_PROBES) -> Compute:
+    def compute(self, copies: Copies = NO_COPIES, scales: Probes = NO_PROBES, probes: Probes = NO_PROBES) -> Compute:
         """Return the transformed loss_fn, `compute(params, batch, rng, model_state)`.
 
         Args:
@@ -148,24 +176,42 @@ class LossProgram(NamedTuple):
           scales: The scales that the passes read.
           probes: Zeros by which the gradient is what the passes observe.
         """
-        return self._apply(self.transforms(copies, scales, probes))
+        return self._applied(self.transforms(copies, scales, probes))
 
-    def copies(self, params: Any, *rest: Any) -> Any:
-        """Return gathered copies of the parameters in the dtypes in which `compute(params, …)` uses them.
+    def copies(self, scales: Any, params: Any, *rest: Any) -> Copies:
+        """Return copies of the parameters for a window.
 
-        None for parameters without a copy, and if there is none to keep.
+        Kernels of products in 8 bits, and gathered copies in the dtypes in which `compute(params, …)` uses parameters.
+
+        Args:
+          scales: The delayed scales of products in 8 bits; None without any.
+          params: The parameters.
+          *rest: The other arguments of `compute`, of one micro-batch.
         """
+        kernels = self.kernels(scales, params, *rest)
         if self.gather is None:
+            return Copies(kernels=kernels)
+        return Copies(self.gather(params, self.used_dtypes(scales, kernels, params, *rest)), kernels)
+
+    def kernels(self, scales: Any, params: Any, *rest: Any) -> KernelCopies | None:
+        """Return the kernels of products in 8 bits, with arguments as `copies`; None for a policy without them."""
+        if self.policy.fp8 is None:
             return None
-        return self.gather(params, self.used_dtypes(params, *rest))
+        are_whole = self.gather is not None
+        options: dict[str, Any] = {"scales": scales, "whole": self.whole, "are_whole": are_whole}
+        kernels = self.policy.kernels(self._applied(self._before_the_policy), state_argnums=(3,), **options)
+        return kernels(params, *rest)
 
     def with_numerics(self) -> Compute:
         """Return the loss_fn with the first transforms only."""
-        return self._apply(self.numerics())
+        return self._applied(self.numerics())
 
-    def used_dtypes(self, params: Any, *rest: Any) -> Any:
-        """Return the dtypes in which `compute(params, …)` uses the parameters; None for tables that it looks up in."""
-        return used_dtypes(self.with_numerics())(params, *rest)
+    def used_dtypes(self, scales: Any, kernels: KernelCopies | None, params: Any, *rest: Any) -> Any:
+        """Return the dtypes in which `compute(params, …)` uses the parameters.
 
-    def _apply(self, transforms: Sequence[Callable[..., Any]]) -> Any:
+        None for tables that it looks up in, and for parameters that it uses in 8 bits only.
+        """
+        return used_dtypes(self._applied(self.numerics(scales, scales, kernels)))(params, *rest)
+
+    def _applied(self, transforms: Sequence[Callable[..., Any]]) -> Any:
         return reduce(lambda compute, transform: transform(compute), transforms, self.loss_fn)

@@ -34,7 +34,7 @@ from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.clip import clip_grad_norm, clip_grad_value
 from jaxtrain.step.ema import update_ema
 from jaxtrain.step.learning_rate import used_learning_rate
-from jaxtrain.step.loss_program import Gather, LossProgram, RowDivision
+from jaxtrain.step.loss_program import NO_COPIES, Copies, Gather, LossProgram, RowDivision
 from jaxtrain.step.loss_scale import current_scale, found_inf
 from jaxtrain.step.mistakes import describe, same_structure
 from jaxtrain.step.nonfinite import Nonfinite, locate_nonfinite
@@ -53,7 +53,7 @@ from jaxtrain.step.state import (
     rounding_key,
 )
 from jaxtrain.step.window_loop import LONGEST, scan_window
-from jaxtrain.transforms import Groups, Stages, fuse_casts, unfilled_stacks
+from jaxtrain.transforms import Groups, Stages, Whole, fuse_casts, unfilled_stacks
 
 Metrics = dict[str, jax.Array]
 Step = Callable[..., tuple[TrainState, Metrics]]
@@ -98,17 +98,21 @@ class StepParts(NamedTuple):
         groups: Groups | None = None,
         lookups: Groups | None = None,
         gather: Gather | None = None,
+        whole: Whole | None = None,
         stages: Stages | None = None,
         of_head: RowDivision | None = None,
     ) -> "StepParts":
         """Return the parts of the same step on a mesh of a platform, whose sharding constraints `constrain` adds.
 
         The gradients of `groups` of rows are added once a window, those of tables by `lookups` in a window of one
-        micro-batch, and `gather` gathers parameters once a window. The micro-batches of a window pass through `stages`,
-        which divide the rows of what follows the layers as `of_head`.
+        micro-batch, and `gather` gathers parameters once a window. `whole` returns the sharding of a gathered array.
+        The micro-batches of a window pass through `stages`, which divide the rows of what follows the layers as
+        `of_head`.
         """
         program: dict[str, Any] = {"constrain": constrain, "platform": platform, "groups": groups, "gather": gather}
-        return self._with_loss(self.loss._replace(**program, lookups=lookups, stages=stages, of_head=of_head))
+        return self._with_loss(
+            self.loss._replace(**program, whole=whole, lookups=lookups, stages=stages, of_head=of_head)
+        )
 
     def for_platform(self, platform: str) -> "StepParts":
         """Return the parts of the same step compiled for a platform."""
@@ -117,7 +121,7 @@ class StepParts(NamedTuple):
     def scales(self, state: TrainState) -> Probes:
         """Return the scales that the passes of a state read; no leaves if they observe nothing."""
         products = None if state.scales is None else state.scales.scale
-        return Probes(products=products, blocks=block_values(state.loss_scale))
+        return Probes(products=products, blocks=block_values(self.scaler, state.loss_scale))
 
     def _with_loss(self, loss: LossProgram) -> "StepParts":
         return self._replace(loss=loss, compute_loss=loss.compute())
@@ -239,7 +243,7 @@ def micro_gradient(
     k: Any,
     *,
     in_loop: bool = False,
-    copies: Any = None,
+    copies: Copies = NO_COPIES,
     window: Window | None = None,
 ) -> Gradient:
     """Scale and differentiate the loss of one of a window's k micro-batches.
@@ -257,7 +261,7 @@ def micro_gradient(
     scales = parts.scales(state)
 
     def compute_with(probes: Probes) -> Compute:
-        has_none = copies is None and not jax.tree.leaves(probes)
+        has_none = all(x is None for x in copies) and not jax.tree.leaves(probes)
         return parts.compute_loss if has_none else parts.loss.compute(copies, scales, probes)
 
     trained, frozen = partition(state.params, parts.frozen)
@@ -296,7 +300,8 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
     if parts.loss.stages is not None:
         return _pipelined_gradient(parts, state, micro_batches, k, parts.loss.stages)
     first = micro_batches if k == 1 else jax.tree.map(lambda x: x[0], micro_batches)
-    copies = parts.loss.copies(state.params, first, micro_batch_key(state.rng, state.micro_step), state.model_state)
+    rest = first, micro_batch_key(state.rng, state.micro_step), state.model_state
+    copies = parts.loss.copies(parts.scales(state).products, state.params, *rest)
     if k == 1:
         return micro_gradient(parts, state, micro_batches, k, copies=copies)
 
@@ -424,7 +429,7 @@ def update_metrics(
     nonfinite: Nonfinite,
 ) -> Metrics:
     """Return the metrics of one update, from the states before and after it."""
-    of_blocks = scales_of_blocks(old.loss_scale)
+    of_blocks = scales_of_blocks(old.loss_scale, new.loss_scale)
     return {
         **({} if lr is None else {"lr": lr}),
         "grad_norm": grad_norm,

@@ -4,6 +4,8 @@ from jaxtrain.transforms import fp8_kernels as fp8_kernels
 from jaxtrain.transforms import fp8_operands as fp8_operands
 from jaxtrain.transforms import fp8_product as fp8_product
 from jaxtrain.transforms import fp8_scales as fp8_scales
+from jaxtrain.transforms import kernel_product as kernel_product
+from jaxtrain.transforms import quantized_kernel as quantized_kernel
 from jaxtrain.transforms import scaled_product as scaled_product
 from jaxtrain.transforms.bias import biased_products as biased_products
 from jaxtrain.transforms.block_scales import BlockValues as BlockValues
@@ -17,6 +19,7 @@ from jaxtrain.transforms.exponents import bounds as bounds
 from jaxtrain.transforms.exponents import rounding_limits as rounding_limits
 from jaxtrain.transforms.fp8 import Fp8
 from jaxtrain.transforms.fp8_casts import fuse_casts as fuse_casts
+from jaxtrain.transforms.fp8_kernels import KernelCopies as KernelCopies
 from jaxtrain.transforms.fp8_kernels import KernelUse as KernelUse
 from jaxtrain.transforms.fp8_kernels import format_uses as format_uses
 from jaxtrain.transforms.fp8_kernels import kernel_uses as kernel_uses
@@ -46,6 +49,7 @@ from jaxtrain.transforms.precision import LOSS as LOSS
 from jaxtrain.transforms.precision import autocast, autocast_disabled, kernel
 from jaxtrain.transforms.precision import low_operation as low_operation
 from jaxtrain.transforms.precision import low_precision as low_precision
+from jaxtrain.transforms.quantized_kernel import Whole as Whole
 from jaxtrain.transforms.recompute import RECOMPUTED as RECOMPUTED
 from jaxtrain.transforms.recompute import recomputed as recomputed
 from jaxtrain.transforms.remat import BLOCK as BLOCK

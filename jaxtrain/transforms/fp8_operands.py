@@ -61,15 +61,22 @@ def in_groups(x: Quantized, split: Split | None) -> Quantized:
 def kernel_along(fp8: Fp8, kernel: jax.Array, axis: int) -> Quantized:
     """Quantize a kernel [K, N] for a product that sums over an axis of it."""
     if fp8.scaling == "block":
-        return _blocks_along(fp8, kernel, axis)
+        return blocks_along(quantized_blocks(fp8, kernel), axis)
     axes = (axis,) if fp8.scaling == "row" else (0, 1)
     return quantize(kernel, E4M3, axes, power_of_two=fp8.power_of_two_scales)
 
 
-def _blocks_along(fp8: Fp8, kernel: jax.Array, axis: int) -> Quantized:
-    """Quantize blocks of 128×128; both sums, along columns and along rows, have the same numbers."""
+def quantized_blocks(fp8: Fp8, kernel: jax.Array) -> Quantized:
+    """Quantize the blocks of 128×128 of a kernel [K, N]. The scales are [K / 128, 1, N / 128, 1], rounded up."""
     blocks = tiles(tiles(kernel, 1), 0)  # [K / 128, 128, N / 128, 128]
     data, scale = quantize(blocks, E4M3, (1, 3), power_of_two=fp8.power_of_two_scales)
+    k, _, n, _ = data.shape
+    return Quantized(data.reshape(k * TILE, n * TILE)[: kernel.shape[0], : kernel.shape[1]], scale)
+
+
+def blocks_along(blocks: Quantized, axis: int) -> Quantized:
+    """Return tiles of a kernel's blocks; both sums, along columns and along rows, have the same numbers."""
+    data, scale = tiles(tiles(blocks.data, 1), 0), blocks.scale
     k, _, n, _ = data.shape
     if axis == 0:
         return Quantized(data.reshape(k, TILE, n * TILE), jnp.repeat(scale[:, :, :, 0], TILE, 2))

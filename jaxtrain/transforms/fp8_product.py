@@ -22,10 +22,10 @@ from jaxtrain.transforms.fp8_operands import (
     by_given_scale,
     gradient_format,
     in_groups,
-    kernel_along,
 )
 from jaxtrain.transforms.fp8_scales import E4M3, Quantized, largest_magnitude
 from jaxtrain.transforms.kernel_scales import KernelScales
+from jaxtrain.transforms.quantized_kernel import Gathering, QuantizedKernel, operand, quantize_kernel
 from jaxtrain.transforms.scaled_product import scaled_product
 
 NAME = "fp8_product"
@@ -34,7 +34,14 @@ _primitive = Primitive(NAME)
 
 
 def fp8_product(
-    x: jax.Array, kernel: jax.Array, *bias: jax.Array, fp8: Fp8, result: Any, scales: KernelScales | None = None
+    x: jax.Array,
+    kernel: jax.Array,
+    *bias: jax.Array,
+    fp8: Fp8,
+    result: Any,
+    scales: KernelScales | None = None,
+    quantized: QuantizedKernel | None = None,
+    gathering: Gathering | None = None,
 ) -> jax.Array:
     """Multiply rows with a parameter in 8 bits.
 
@@ -45,6 +52,8 @@ def fp8_product(
       fp8: The settings.
       result: Dtype of the result: the compute dtype, or float32 for a product that is not rounded.
       scales: With the scaling "delayed", the scales of `x`, `kernel` and the gradient, float32[3].
+      quantized: The kernel in 8 bits; None to quantize it here.
+      gathering: How the kernel in 8 bits is gathered from other devices.
 
     Returns:
       [..., N]. The gradients by `x` and by `kernel` are products in 8 bits, rounded to the dtype of `x`; that by `bias`
@@ -55,7 +64,9 @@ def fp8_product(
       >>> fp8_product(x, kernel, fp8=Fp8(), result=jnp.bfloat16)[0, 0].item()
       9.625
     """
-    product: jax.Array = _primitive.bind(x, kernel, *bias, *(scales or ()), fp8=fp8, result=np.dtype(result))
+    operands = x, kernel, *bias, *(scales or ()), *jax.tree.leaves(quantized)
+    params = {"fp8": fp8, "result": np.dtype(result), "is_copied": quantized is not None, "gathering": gathering}
+    product: jax.Array = _primitive.bind(*operands, **params)
     return product
 
 
@@ -64,7 +75,7 @@ class Residuals(NamedTuple):
 
     Attributes:
       x: The rows, quantized along rows.
-      kernel: The kernel, quantized along its columns.
+      kernel: The kernel, quantized along its columns, not gathered.
       delayed: With the scaling "delayed", the scale of the gradient, float32[], and the largest magnitudes of rows and
         kernel, float32[2]; else None.
     """
@@ -80,65 +91,83 @@ class Product(NamedTuple):
     Attributes:
       fp8: The settings.
       result: Dtype of the result.
-      operands: Shapes and dtypes of the rows, the kernel, the bias, if there is one, and the two of the scales with the
-        scaling "delayed".
+      operands: Shapes and dtypes of the rows, the kernel, the bias, if there is one, the two of the scales with the
+        scaling "delayed", and the arrays of the quantized kernel if it is an operand.
+      is_copied: Whether the quantized kernel is an operand.
+      gathering: How the quantized kernel is gathered from other devices.
       split: Splits rows into groups, by which the gradients of kernel and bias are summed; None for one sum.
     """
 
     fp8: Fp8
     result: Any
     operands: tuple[jax.ShapeDtypeStruct, ...]
+    is_copied: bool = False
+    gathering: Gathering | None = None
     split: Split | None = None
 
     @classmethod
-    def of(cls, operands: Any, fp8: Fp8, result: Any, split: Split | None = None) -> "Product":
+    def of(cls, operands: Any, *, fp8: Fp8, result: Any, **options: Any) -> "Product":
         """Return the product of such operands."""
-        return cls(fp8, result, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands), split)
+        return cls(fp8, result, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands), **options)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters of the primitive."""
+        return {name: getattr(self, name) for name in ("fp8", "result", "is_copied", "gathering")}
+
+    @property
+    def n_differentiated(self) -> int:
+        """The number of operands with a gradient: rows, kernel and bias."""
+        return len(self.operands) - 2 * self.fp8.is_delayed - self.n_copied
+
+    @property
+    def n_copied(self) -> int:
+        """The number of arrays of the quantized kernel among the operands."""
+        return (4 if self.fp8.scaling == "row" else 2 + self.fp8.is_delayed) if self.is_copied else 0
 
     def forward(self, x: jax.Array, kernel: jax.Array, *rest: jax.Array) -> tuple[jax.Array, Residuals]:
         """Return the product and what its derivative needs."""
-        return self._delayed(x, kernel, *rest) if self.fp8.is_delayed else self._current(x, kernel, *rest)
+        n = len(rest) - self.n_copied
+        rest, copied = rest[:n], rest[n:]
+        bias, scale = (rest[:-2], rest[-2]) if self.fp8.is_delayed else (rest, None)
+        if self.is_copied:
+            quantized = QuantizedKernel.joined(self.fp8, copied)
+        else:
+            quantized = quantize_kernel(self.fp8, kernel, None if scale is None else scale[1])
+        rows = along_features(self.fp8, x, E4M3) if scale is None else by_given_scale(x, E4M3, scale[0])
+        out = self._by_features(rows, quantized.columns, 0, self.result, *bias)
+        # One scale, whatever the sum is over, or others.
+        of_x = in_groups(rows, self.split) if self.fp8.is_per_tensor else along_rows(self.fp8, x, E4M3, self.split)
+        if scale is None or quantized.amax is None:
+            return out, Residuals(of_x, quantized.of_backward())
+        return out, Residuals(of_x, quantized.columns, (scale[2], jnp.stack([_amax(x), quantized.amax])))
 
-    def _delayed(self, x: jax.Array, kernel: jax.Array, *rest: jax.Array) -> tuple[jax.Array, Residuals]:
-        *bias, scale, _ = rest
-        rows, columns = by_given_scale(x, E4M3, scale[0]), by_given_scale(kernel, E4M3, scale[1])
-        out = self._by_features(rows, columns, 0, self.result, *bias)
-        amax = jnp.stack([_amax(x), _amax(kernel)])
-        return out, Residuals(in_groups(rows, self.split), columns, (scale[2], amax))
-
-    def _current(self, x: jax.Array, kernel: jax.Array, *bias: jax.Array) -> tuple[jax.Array, Residuals]:
-        rows, columns = along_features(self.fp8, x, E4M3), kernel_along(self.fp8, kernel, 0)
-        out = self._by_features(rows, columns, 0, self.result, *bias)
-        if self.fp8.scaling == "tensor":  # one scale, whatever the sum is over
-            return out, Residuals(in_groups(rows, self.split), columns)
-        return out, Residuals(along_rows(self.fp8, x, E4M3, self.split), kernel_along(self.fp8, kernel, 1))
-
-    def backward(self, residuals: Residuals, gradient: jax.Array) -> tuple[jax.Array, ...]:
+    def backward(self, residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
         """Return the gradients by the operands; those by kernel and bias [groups, …] if rows are split."""
-        x, kernel, *rest = self.operands
+        x, kernel, *bias = self.operands[: self.n_differentiated]
         gradient = gradient.astype(x.dtype)
         dtype = gradient_format(self.fp8)
-        bias, of_scales = rest, []
+        of_scales = []
         if residuals.delayed is None:
             by_features = along_features(self.fp8, gradient, dtype)
         else:
             scale, amax = residuals.delayed
             by_features = by_given_scale(gradient, dtype, scale)
-            bias, of_scales = rest[:-2], [jnp.zeros_like(rest[-2]), jnp.append(amax, _amax(gradient))]
+            of_scales = [jnp.zeros_like(scale, shape=(3,)), jnp.append(amax, _amax(gradient))]
         if self.fp8.is_per_tensor:
             by_rows = in_groups(by_features, self.split)
         else:
             by_rows = along_rows(self.fp8, gradient, dtype, self.split)
         of_x = self._by_features(by_features, residuals.kernel, 1, x.dtype)[..., : x.shape[-1]]
         of_kernel = self._by_rows(residuals.x, by_rows).astype(kernel.dtype)
-        return of_x, of_kernel, *(self._sum(gradient, b.dtype) for b in bias), *of_scales
+        return of_x, of_kernel, *(self._sum(gradient, b.dtype) for b in bias), *of_scales, *[None] * self.n_copied
 
     def _by_features(self, rows: Quantized, kernel: Quantized, axis: int, result: Any, *bias: jax.Array) -> jax.Array:
         """Multiply rows with a kernel, of which an axis is summed over."""
         tiled = self.fp8.scaling == "block"
         numbers = (((rows.data.ndim - 1 - tiled,), (axis,)), ((), ()))
         n = self.operands[1].shape[1 - axis]
-        kernel = _first(kernel, n, 1 - axis + tiled)
+        kernel = _first(operand(self.fp8, kernel, axis, self.gathering), n, 1 - axis + tiled)
         return scaled_product(rows, kernel, numbers, result, *bias, tiled=tiled)
 
     def _by_rows(self, x: Quantized, gradient: Quantized) -> jax.Array:
@@ -172,19 +201,20 @@ def differentiable(product: Product) -> Any:
 
     @jax.custom_vjp
     def multiply(*operands: jax.Array) -> jax.Array:
-        return fp8_product(*operands, fp8=product.fp8, result=product.result)
+        multiplied: jax.Array = _primitive.bind(*operands, **product.params)
+        return multiplied
 
     multiply.defvjp(lambda *operands: product.forward(*operands), product.backward)
     return multiply
 
 
-def _evaluate(*operands: jax.Array, fp8: Fp8, result: Any) -> jax.Array:
-    return Product.of(operands, fp8, result).forward(*operands)[0]
+def _evaluate(*operands: jax.Array, **params: Any) -> jax.Array:
+    return Product.of(operands, **params).forward(*operands)[0]
 
 
-def _jvp(primals: Any, tangents: Any, *, fp8: Fp8, result: Any) -> tuple[jax.Array, jax.Array]:
+def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, jax.Array]:
     tangents = [ad.instantiate_zeros(t) for t in tangents]
-    out, tangent = jax.jvp(differentiable(Product.of(primals, fp8, result)), tuple(primals), tuple(tangents))
+    out, tangent = jax.jvp(differentiable(Product.of(primals, **params)), tuple(primals), tuple(tangents))
     return out, tangent
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain.transforms import jaxpr
+from jaxtrain.transforms.fp8_product import NAME as FP8_PRODUCT
 
 GATHERED_COPY = "gathered_copy"
 """Name of a jitted function of a parameter and its copy that returns the copy."""
@@ -25,8 +26,8 @@ _CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
 def used_dtypes(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of the arguments of `compute(params, …)` to the dtype in which it uses each parameter.
 
-    It is None for a parameter of which only single rows are used, and the parameter's own for one that is used in
-    several.
+    It is None for a parameter of which only single rows or a copy in 8 bits are used, and the parameter's own for one
+    that is used in several.
 
     Example:
       >>> def compute(w, x):
@@ -56,7 +57,7 @@ def _uses(traced: Jaxpr, var: Any, is_converted: bool = False) -> Iterator[Any]:
     for eqn in traced.eqns:
         for i in (i for i, v in enumerate(eqn.invars) if v is var):
             name = eqn.primitive.name
-            if jaxpr.is_call(eqn, DIVIDED_LOOKUP):
+            if jaxpr.is_call(eqn, DIVIDED_LOOKUP) or (name == FP8_PRODUCT and i == 1 and eqn.params["is_copied"]):
                 continue
             if name == "convert_element_type" and not is_converted:
                 yield from _uses(traced, eqn.outvars[0], True)

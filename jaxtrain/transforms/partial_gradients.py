@@ -318,7 +318,6 @@ def _fp8_by_group(eqn: JaxprEqn, args: Sequence[Any], groups: Groups) -> Any:
     """Multiply in 8 bits; the scales are those of all rows, and only the gradients by parameters are by group."""
     x, *params = args
     values = [p.value if _is_partial(p) else p for p in params]
-    end = len(params) - (2 if eqn.params["fp8"].is_delayed else 0)  # the others are scales
     product = Product.of([x, *values], **eqn.params, split=lambda x: _split(x, 0, groups))
 
     @jax.custom_vjp
@@ -328,6 +327,7 @@ def _fp8_by_group(eqn: JaxprEqn, args: Sequence[Any], groups: Groups) -> Any:
 
     def backward(residuals: Any, gradient: Any) -> tuple[Any, list[Any], list[Any]]:
         of_x, *sums = product.backward(residuals, gradient)
+        end = product.n_differentiated - 1  # the others are scales and the kernel in 8 bits
         of_values = [None if _is_partial(p) else s.sum(0) for p, s in zip(params[:end], sums[:end], strict=True)]
         of_values += sums[end:]
         return of_x, of_values, [groups.shard(s) for p, s in zip(params, sums, strict=True) if _is_partial(p)]

@@ -12,9 +12,10 @@ from jaxtrain.errors import UserError
 from jaxtrain.transforms.casts import is_array, is_float, to_dtype
 from jaxtrain.transforms.delayed_scales import DelayedScales, init_scales, next_scales
 from jaxtrain.transforms.fp8 import Fp8
-from jaxtrain.transforms.fp8_kernels import fp8_products
+from jaxtrain.transforms.fp8_kernels import KernelCopies, fp8_products, kernel_copies
 from jaxtrain.transforms.low_compute import compute_in
 from jaxtrain.transforms.precision import autocast, autocast_disabled
+from jaxtrain.transforms.quantized_kernel import Whole
 from jaxtrain.transforms.stored import is_stored_low
 
 
@@ -101,7 +102,14 @@ class Policy:
         return self.param_dtype if is_float(x) and not is_stored_low(x, self.param_dtype) else None
 
     def apply(
-        self, fn: Callable[..., Any], *, state_argnums: Collection[int] = (), scales: Any = None, probes: Any = None
+        self,
+        fn: Callable[..., Any],
+        *,
+        state_argnums: Collection[int] = (),
+        scales: Any = None,
+        probes: Any = None,
+        kernels: KernelCopies | None = None,
+        whole: Whole | None = None,
     ) -> Callable[..., Any]:
         """Apply the policy to a function.
 
@@ -111,14 +119,40 @@ class Policy:
           scales: The scales of delayed scaling, as for `fp8_products`. Without them each operand is scaled by its own
             largest magnitude.
           probes: Zeros like `scales`.
+          kernels: What `kernels` returned for the parameters; None to quantize kernels where they are used.
+          whole: How kernels in 8 bits are gathered, as for `fp8_products`.
 
         Returns:
           The same function, computed under this policy.
         """
         inner = self._in_dtypes(fn, state_argnums)
         if self.fp8 is not None:
-            inner = fp8_products(inner, self.fp8, scales, probes)
+            inner = fp8_products(inner, self.fp8, scales, probes, kernels, whole)
+        return self._in_matmul_precision(inner)
 
+    def kernels(
+        self,
+        fn: Callable[..., Any],
+        *,
+        state_argnums: Collection[int] = (),
+        scales: Any = None,
+        whole: Whole | None = None,
+        are_whole: bool = False,
+    ) -> Callable[..., KernelCopies]:
+        """Return a function of the arguments of `fn(params, …)` to its kernels in 8 bits, as `kernel_copies`.
+
+        Args:
+          fn: The function to which the policy, one with `fp8`, is to be applied.
+          state_argnums: As for `apply`.
+          scales: As for `apply`.
+          whole: As for `apply`.
+          are_whole: Whether to gather the kernels from other devices.
+        """
+        assert self.fp8 is not None
+        inner = self._in_dtypes(fn, state_argnums)
+        return self._in_matmul_precision(kernel_copies(inner, self.fp8, scales, whole, are_whole=are_whole))
+
+    def _in_matmul_precision(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:
             with jax.default_matmul_precision(self.matmul_precision):
                 return inner(*args, **kwargs)

@@ -15,7 +15,7 @@ from torch.nn import GELU, Linear, Module, Sequential
 
 import jaxtrain
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
-from jaxtrain.transforms import fp8_kernels, fp8_operands, fp8_product, fp8_scales, scaled_product
+from jaxtrain.transforms import fp8_kernels, fp8_operands, fp8_product, fp8_scales, quantized_kernel, scaled_product
 from jaxtrain.transforms.fp8_scales import E4M3, Quantized
 from parity.case import Batch, Case
 from parity.mutants.mutant import Mutant, Patch, patched
@@ -91,10 +91,10 @@ def _amax_of_the_kernel() -> Iterator[None]:
         yield
 
 
-def _transposed_blocks(fp8: Any, kernel: jax.Array, axis: int) -> Quantized:
+def _transposed_blocks(fp8: Any, kernel: jax.Array) -> Quantized:
     """Quantize the blocks of a kernel with the scales of the blocks of its transpose."""
     if len({*kernel.shape}) > 1:
-        return _right_blocks(fp8, kernel, axis)
+        return _right_blocks(fp8, kernel)
     right = fp8_operands.quantize
 
     def quantize(blocks: jax.Array, dtype: Any, axes: tuple[int, ...], **options: Any) -> Quantized:
@@ -102,10 +102,10 @@ def _transposed_blocks(fp8: Any, kernel: jax.Array, axis: int) -> Quantized:
         return Quantized(fp8_scales.convert(blocks * scale, dtype), scale)
 
     with mock.patch.object(fp8_operands, "quantize", quantize):
-        return _right_blocks(fp8, kernel, axis)
+        return _right_blocks(fp8, kernel)
 
 
-_right_blocks = fp8_operands._blocks_along
+_right_blocks = fp8_operands.quantized_blocks
 
 
 def _ones_for_the_second(a_scale: jax.Array, b_scale: jax.Array, numbers: Any) -> tuple[jax.Array, jax.Array]:
@@ -144,14 +144,14 @@ MUTANTS = [
     ),
     quantized(
         "fp8-rows-of-the-transpose",
-        patched(fp8_operands.kernel_along, _other_axis, within=fp8_product),
+        patched(fp8_operands.kernel_along, _other_axis, within=quantized_kernel),
         "forward",
         "0:",
         precision="fp8_row",
     ),
     quantized(
         "fp8-blocks-transposed",
-        patched(fp8_operands._blocks_along, _transposed_blocks),
+        patched(fp8_operands.quantized_blocks, _transposed_blocks, within=quantized_kernel),
         "forward",
         "2:",
         precision="fp8_block",

@@ -1,5 +1,6 @@
 """Compute JAX code in float64, whatever dtypes it requests, by rewriting the jaxpr."""
 
+import contextlib
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -79,10 +80,10 @@ def _traced(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Trace `fn` as `jax.make_jaxpr` does, in 32 bits if it mixes dtypes in x64 mode."""
 
     def trace(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with contextlib.suppress(TypeError):
             return jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
-        except TypeError:
-            return traced_in_32_bits(fn)(*args, **kwargs)
+        # After the handler, so that an error of this trace is not shown as one during the handling of another.
+        return traced_in_32_bits(fn)(*args, **kwargs)
 
     return trace
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxtrain.transforms import fp8_kernels, jaxpr
+from jaxtrain.transforms import jaxpr, kernel_product
 from jaxtrain.transforms.fp8_product import NAME as FP8_PRODUCT
 from jaxtrain.transforms.fp8_product import _evaluate as evaluate_fp8_product
 from jaxtrain.transforms.scaled_product import NAME as SCALED_PRODUCT
@@ -41,7 +41,7 @@ def program_in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _written_out(fn: Callable[..., Any]) -> Callable[..., Any]:
     def written_out(*args: Any) -> Any:
         # Of a policy that computes in float32, whose constants are not rounded to bfloat16.
-        with mock.patch.object(fp8_kernels, "LOWER_FLOATS", {np.dtype(np.float32)}):
+        with mock.patch.object(kernel_product, "LOWER_FLOATS", {np.dtype(np.float32)}):
             return jaxpr.transform(fn, _rule)(*args)
 
     return written_out

@@ -346,7 +346,7 @@ BAD = {
     "train --dropout 1": "dropout must be in [0, 1), got 1.0",
     "train --steps 0": "steps must be at least 1, got 0",
     "train --steps many": "many",
-    "train --precision fp8": "fp8",
+    "train --precision fp7": "fp7",
     "train --lr -1": "lr must be positive and representable in float32, got -1.0",
     "train --stepz 3": "--stepz",
     "train --out a_file": "a_file is a file",

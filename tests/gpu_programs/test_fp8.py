@@ -1,5 +1,6 @@
 """Products in 8 bits in programs compiled for an H100."""
 
+import math
 import re
 
 import jax
@@ -12,12 +13,12 @@ from jaxtrain.cost import find_target
 from jaxtrain.cost.gpu import compile_for_gpu, gpu_devices
 from jaxtrain.transforms.fp8_scales import E4M3, E5M2, Quantized
 from jaxtrain.transforms.scaled_product import scaled_product
-from tests.gpu_programs.families import LAYERS, Settings, program
+from tests.gpu_programs.families import FAMILIES, LAYERS, VOCABULARY, WIDTH, Settings, program
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("jax_plugins.xla_cuda12", reason="compiling for GPUs requires the extra gpu-programs")
 
-ROWS, WIDTH, FEATURES = 512, 256, 1024
+ROWS, FEATURES = 512, 1024
 LINEAR_LAYERS = 7 * LAYERS
 
 
@@ -60,3 +61,17 @@ def test_all_products_with_kernels_are_in_8_bits(precision, accumulate):
     calls = {p.instruction.target for p in found.products if p.operands[0].startswith("f8")}
     assert calls == {"__cublas$lt$matmul$f8"}
     assert found.host_waits == 0
+
+
+@pytest.mark.parametrize(
+    ("reshard_after", "times"), [("forward", 2), pytest.param("window", 1, marks=pytest.mark.nightly)]
+)
+def test_fsdp_gathers_kernels_in_8_bits(reshard_after, times):
+    """Of the other parameters the tables are gathered: in bfloat16 that of the output, in float32 the embeddings."""
+    found = program(Settings("llama", "fp8", mesh="fsdp=8", reshard_after=reshard_after))
+    params = jax.tree.leaves_with_path(FAMILIES["llama"]().params)
+    kernels = sum(math.prod(x.shape) for path, x in params if "kernel" in str(path) and len(x.shape) == 3)
+    tables = 6 * VOCABULARY * WIDTH
+    assert kernels == LAYERS * 9 * WIDTH**2
+    sent = sum(t.sent for t in found.communication.traffic if t.kind == "all-gather")
+    assert times * kernels < 8 / 7 * sent < times * kernels + 1.05 * tables

@@ -128,7 +128,7 @@ def test_locate_exits_0_where_nothing_differs(capsys: pytest.CaptureFixture[str]
         (["run", "gtp2"], "unknown case 'gtp2': did you mean 'gpt2'?"),
         (["run", "curve.py"], "'curve.py' names no case: add it, as in curve.py::case"),
         (["run", "xyz"], "unknown case 'xyz': choose one of mlp, cnn, cnn-bn, gpt2"),
-        (["run", "--precision", "fp64,fp8"], "unknown precision 'fp8': choose from fp64,fp32,bf16,fp16"),
+        (["run", "--precision", "fp64,fp7"], "unknown precision 'fp7': choose from fp64,fp32,bf16,fp16"),
         (["run", "--steps", "0"], "must be an integer of at least 1, got '0'"),
         (["run", "--seed", "-1"], "must be an integer of at least 0, got '-1'"),
         (

@@ -1,6 +1,7 @@
 """Training steps with products in 8 bits."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import numpy as np
@@ -11,7 +12,10 @@ from jax.sharding import PartitionSpec as P
 import jaxtrain as jt
 from jaxtrain.cost import flops
 from jaxtrain.distributed import make_mesh, shard
+from jaxtrain.planning.gathered_params import gathered_bytes
+from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.transforms import policy
+from jaxtrain.transforms.fp8_scales import E4M3
 from tests.models.programs import equations
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 2, 32, 64, 48
@@ -162,11 +166,16 @@ def test_an_inf_skips_the_update():
             for mesh, options in (
                 ("fsdp=4", {"accumulate": 2}),
                 ("fsdp=2,tensor=2", {"accumulate": 2, "remat": "dots"}),
+                ("fsdp=4", {"accumulate": 2, "reshard_after": "window"}),
+                ("fsdp=2,tensor=2", {"accumulate": 2, "reshard_after": "window"}),
                 ("dcn=2,fsdp=2", {"accumulate": 2, "gradient_sums": "sharded"}),
                 ("sequence=4", {}),
             )
         ),
-        pytest.param("fp8_block", "data=4", {}, marks=pytest.mark.slow),
+        *(
+            pytest.param("fp8_block", mesh, {"reshard_after": after}, marks=pytest.mark.slow)
+            for mesh, after in (("data=4", "forward"), ("fsdp=4", "forward"), ("fsdp=4", "window"))
+        ),
     ],
 )
 def test_scales_are_those_of_all_devices(name, mesh, options):
@@ -175,3 +184,52 @@ def test_scales_are_those_of_all_devices(name, mesh, options):
     # The gradients of a group of rows are rounded to bfloat16 before they are added in a window, as in bf16.
     rounded = options.get("accumulate", 1) > 1 and "gradient_sums" not in options
     assert distance(found, expected) < (2.0**-9 if rounded else 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fp8", {"accumulate": 3}),
+        *(
+            pytest.param(name, options, marks=pytest.mark.slow)
+            for name in (*NAMES, "fp8_delayed")
+            for options in ({"accumulate": 3, "remat": "full"}, {"accumulate": 3, "unroll": True}, {})
+        ),
+    ],
+)
+def test_kernels_that_are_quantized_once_a_window_change_no_number(name, options):
+    batch = {"tokens": np.concatenate([TOKENS, TOKENS[:8]])}
+    once, _ = update(name, batch=batch, steps=2, **options)
+    with mock.patch.object(LossProgram, "kernels", return_value=None):
+        each_time, _ = update(name, batch=batch, steps=2, **options)
+    assert_same_bits(once, each_time)
+
+
+def casts_of_kernels(eqns):
+    shapes = {(*PARAMS["layers"]["proj"].shape[1:],), (*PARAMS["layers"]["fc"]["kernel"].shape[1:],)}
+    shapes |= {(LAYERS, *shape) for shape in shapes}
+    outs = [eqn.outvars[0].aval for eqn in eqns if eqn.primitive.name == "convert_element_type"]
+    return sum(x.dtype == E4M3 and x.shape in shapes for x in outs)
+
+
+def test_the_loop_over_micro_batches_casts_no_kernel():
+    step = jt.train_step(loss_fn, optax.sgd(1.0), precision="fp8", accumulate=2)
+    traced = jax.make_jaxpr(step.pure)(step.init(PARAMS), {"tokens": TOKENS}).jaxpr
+
+    def bodies(jaxpr):
+        for eqn in equations(jaxpr):
+            if eqn.primitive.name == "scan" and eqn.params["length"] == 2 and eqn.invars[-1].aval.shape[1:] == (8, 8):
+                yield eqn.params["jaxpr"].jaxpr
+
+    (loop,) = bodies(traced)
+    assert casts_of_kernels(equations(loop)) == 0
+    assert casts_of_kernels(equations(traced)) == 2
+
+
+def test_the_plan_counts_gathered_kernels_in_8_bits():
+    def kept(name):
+        step = shard(jt.train_step(loss_fn, optax.sgd(1.0), precision=name), make_mesh("fsdp=4"), RULES)
+        return gathered_bytes(step, step.shapes(PARAMS), {"tokens": jax.ShapeDtypeStruct((16, 8), np.int32)}, 1)
+
+    kernels = 2 * LAYERS * WIDTH * HIDDEN
+    assert kept("bf16") - kept("fp8") == kept("bf16") - kept("fp8_delayed") == kernels

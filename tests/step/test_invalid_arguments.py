@@ -19,7 +19,7 @@ def linear_loss(params, batch, rng):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"precision": "fp8"}, r"precision 'fp8' is unknown: choose one of .*bf16"),
+        ({"precision": "fp7"}, r"precision 'fp7' is unknown: choose one of .*bf16"),
         ({"remat": "some"}, r"remat 'some' is unknown: choose one of none, full"),
         ({"accumulate": 0}, r"accumulate must be an integer of at least 1, or a schedule, got 0$"),
         ({"accumulate": -2}, r"accumulate must be an integer of at least 1, or a schedule, got -2$"),
