@@ -181,8 +181,9 @@ def test_an_inf_skips_the_update():
 def test_scales_are_those_of_all_devices(name, mesh, options):
     expected, _ = update(name, **{key: value for key, value in options.items() if key == "accumulate"})
     found, _ = update(name, mesh, **options)
-    # The gradients of a group of rows are rounded to bfloat16 before they are added in a window, as in bf16.
-    rounded = options.get("accumulate", 1) > 1 and "gradient_sums" not in options
+    # The gradients of a group of rows are rounded to bfloat16 before they are added in a window, as in bf16: on these
+    # meshes bf16 itself is 0.0014 to 0.0018 away. Sums that fsdp divides have groups along dcn alone.
+    rounded = options.get("accumulate", 1) > 1 and ("dcn" in mesh or "gradient_sums" not in options)
     assert distance(found, expected) < (2.0**-9 if rounded else 1e-6)
 
 
