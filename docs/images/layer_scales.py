@@ -2,9 +2,11 @@
 `python -m docs.images.layer_scales`.
 
 In float16 no single loss scale suits all layers of the model: at the largest one with which no gradient overflows, the
-gradients of the first layers are zero.
+gradients of the first layers are zero. What float16 rounds, apart from its range, is shown by a run in which the same
+numbers are rounded to its 11 bits with the exponents of float32.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,10 @@ import jaxtrain as jt
 
 HERE = Path(__file__).parent
 WIDTH, LAYERS, ROWS, APART = 32, 5, 64, 2.0**-12
+BLOCKS = LAYERS + 1  # and the head
 SINGLE, ADAPTIVE, RULE, TRUTH, INK = "#c2410c", "#1d4ed8", "#15803d", "#18181b", "#52525b"
+
+ADAPTIVE_RUN = "float16, by layer, adaptive"
 
 
 class Run(NamedTuple):
@@ -25,28 +30,59 @@ class Run(NamedTuple):
 
     Attributes:
       losses: Loss of every update.
-      zeros: Share of the gradients' elements that are zero, in every update.
+      lost: Share of the gradients' elements that are zero, though not in float32, in every update that was applied.
       skipped: Whether each update was skipped.
       scales: Loss scales of the layers in every update, or the one of all.
     """
 
     losses: np.ndarray
-    zeros: np.ndarray
+    lost: np.ndarray
     skipped: np.ndarray
     scales: np.ndarray
 
 
-def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
-    """Return the squared error of a chain of layers, each of which passes on 2⁻¹² of its gradient."""
+def loss_fn(params: Any, batch: Any, rng: Any, round_to: Any = lambda x: x, tanh: Any = jnp.tanh) -> Any:
+    """Return the squared error of a chain of layers, each of which passes on 2⁻¹² of its gradient.
+
+    `round_to` and `tanh` round what float16 would round, and the gradients by it.
+    """
     del rng
+
+    @jt.block
+    def product(kernel: jax.Array, x: jax.Array) -> jax.Array:
+        return round_to(round_to(x) @ round_to(kernel)).astype(np.float32)
 
     @jt.block
     def layer(kernel: jax.Array, x: jax.Array) -> jax.Array:
         x = jt.hook(x.astype(np.float32), lambda gradient: APART * gradient)
-        return jnp.tanh(x @ kernel).astype(np.float32)
+        return tanh(round_to(round_to(x) @ round_to(kernel))).astype(np.float32)
 
     x, _ = jax.lax.scan(lambda x, kernel: (layer(kernel, x), None), batch["x"], params["layers"])
-    return jt.Loss(jnp.square((x @ params["head"]).astype(np.float32) - batch["y"]).sum(), weight=1), {}
+    return jt.Loss(jnp.square(product(params["head"], x) - batch["y"]).sum(), weight=1), {}
+
+
+@jax.custom_vjp
+def to_11_bits(x: jax.Array) -> jax.Array:
+    """Round a float32 and its gradient to the bits of float16, with the exponents of float32."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
+
+
+to_11_bits.defvjp(lambda x: (to_11_bits(x), None), lambda _, gradient: (to_11_bits(gradient),))
+
+
+@jax.custom_vjp
+def tanh_in_11_bits(x: jax.Array) -> jax.Array:
+    """Return tanh rounded to 11 bits, the gradient of which is computed from the rounded value, as in float16."""
+    return to_11_bits(jnp.tanh(x))
+
+
+def _tanh_backward(y: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    gradient = to_11_bits(gradient)
+    grown = to_11_bits(gradient + to_11_bits(gradient * y))
+    return (to_11_bits(grown * to_11_bits(1 - y)),)
+
+
+tanh_in_11_bits.defvjp(lambda x: (tanh_in_11_bits(x),) * 2, _tanh_backward)
 
 
 def parameters(seed: int) -> Any:
@@ -65,34 +101,56 @@ def batches(updates: int) -> Any:
     return {"x": x, "y": y @ teacher["head"]}
 
 
+in_11_bits = partial(loss_fn, round_to=to_11_bits, tanh=tanh_in_11_bits)
+
+
 def _recorded() -> optax.GradientTransformation:
     """Keep the gradient in the optimizer's state."""
     return optax.GradientTransformation(lambda params: params, lambda grads, state, params=None: (grads, grads))
 
 
-def train(precision: str, updates: int, loss_scale: Any = None) -> Run:
+@jax.jit
+def _gradient(params: Any, batch: Any) -> Any:
+    return jax.grad(lambda params: loss_fn(params, batch, None)[0].total)(params)
+
+
+def train(precision: str, updates: int, loss_scale: Any = None, loss_fn: Any = loss_fn) -> Run:
     """Train the model from the same parameters on the same batches."""
-    optimizer = optax.chain(_recorded(), optax.adam(2e-3, eps=1e-20))
+    # Squares of elements below 3e-18 underflow in float32: with a smaller eps their updates would exceed the rate.
+    optimizer = optax.chain(_recorded(), optax.adam(2e-3, eps=1e-17))
     step = jt.train_step(loss_fn, optimizer, precision=precision, loss_scale=loss_scale)
     state, found, data = step.init(parameters(seed=0)), [], batches(updates)
     for x, y in zip(data["x"], data["y"], strict=True):
-        state, metrics = step(state, {"x": x, "y": y})
-        gradient = np.asarray(state.opt_state[0]["layers"])
-        scales = metrics.get("loss_scales", jnp.full(LAYERS, metrics["loss_scale"]))
-        found.append((metrics["loss"], (gradient == 0).mean(), metrics["skipped"], scales))
+        batch = {"x": x, "y": y}
+        truth = jax.tree.leaves(_gradient(state.params, batch))
+        state, metrics = step(state, batch)
+        gradient = jax.tree.leaves(state.opt_state[0])
+        lost = sum(((g == 0) & (t != 0)).sum() for g, t in zip(gradient, truth, strict=True))
+        share = np.nan if metrics["skipped"] else lost / sum(np.count_nonzero(t) for t in truth)
+        scales = metrics.get("loss_scales", jnp.full(BLOCKS, metrics["loss_scale"]))
+        found.append((metrics["loss"], share, metrics["skipped"], scales))
     return Run(*map(np.stack, zip(*jax.device_get(found), strict=True)))
 
 
 def runs(updates: int) -> dict[str, Run]:
-    """Train in float32, and in float16 with a single scale, with scales by layer, and with adaptive ones."""
+    """Train in float32, also rounded to 11 bits, and in float16 with one scale, scales by layer and adaptive ones."""
     return {
         "float32": train("fp32", updates),
-        "one scale": train("fp16", updates, jt.dynamic_loss_scale(growth_interval=10)),
-        "by layer": train("fp16", updates, jt.per_layer_loss_scale(LAYERS, growth_interval=10)),
-        "by layer, adaptive": train(
-            "fp16", updates, jt.per_layer_loss_scale(LAYERS, underflow=1e-6, growth_interval=10)
-        ),
+        "float32, rounded to 11 bits": train("fp32", updates, loss_fn=in_11_bits),
+        "float16, one scale": train("fp16", updates, jt.dynamic_loss_scale(growth_interval=10)),
+        "float16, by layer": train("fp16", updates, jt.per_layer_loss_scale(BLOCKS, growth_interval=10)),
+        ADAPTIVE_RUN: train("fp16", updates, adaptive()),
     }
+
+
+def adaptive() -> optax.GradientTransformationExtraArgs:
+    """Return the scaler of the adaptive run."""
+    return jt.per_layer_loss_scale(BLOCKS, underflow=1e-6, growth_interval=10)
+
+
+def distance(run: Run, truth: Run) -> float:
+    """Return the root mean square over all updates of the relative difference of two losses."""
+    return float(np.sqrt(np.square(run.losses / truth.losses - 1).mean()))
 
 
 def draw(found: dict[str, Run]) -> None:
@@ -104,22 +162,23 @@ def draw(found: dict[str, Run]) -> None:
 
     plt.rcParams |= {"svg.hashsalt": "layer_scales", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}
     figure, (left, right) = plt.subplots(ncols=2, figsize=(8.0, 3.4), layout="constrained")
-    colors = dict(zip(found, (TRUTH, SINGLE, RULE, ADAPTIVE), strict=True))
-    for name, run in found.items():
+    shown = {"float32": TRUTH, "float16, one scale": SINGLE, "float16, by layer": RULE, ADAPTIVE_RUN: ADAPTIVE}
+    for name, color in shown.items():
         is_truth = name == "float32"
-        line = "--" if name == "by layer" else "-"
+        line = "--" if name == "float16, by layer" else "-"
         width, alpha = (3.5, 0.25) if is_truth else (1.2, 1.0)
-        left.plot(_smooth(run.losses), color=colors[name], label=name, linestyle=line, linewidth=width, alpha=alpha)
+        left.plot(_smooth(found[name].losses), color=color, label=name, linestyle=line, linewidth=width, alpha=alpha)
     left.set(xlabel="update", ylabel="loss", title="Training loss, mean of 10 updates")
     left.legend(frameon=False)
-    for name in ("one scale", "by layer", "by layer, adaptive"):
-        for layer in range(LAYERS if name != "one scale" else 1):
-            scale = np.log2(found[name].scales[:, layer])
-            right.plot(scale, color=colors[name], linewidth=1.2, linestyle="--" if name == "by layer" else "-")
-            if name == "by layer, adaptive":
-                at = (len(scale) - 1, scale[-1])
-                right.annotate(f"layer {layer}", at, (0, 3), textcoords="offset points", color=INK, ha="right")
-    right.set(xlabel="update", ylabel="log₂ of the scale", title="Loss scales")
+    one = np.log2(found["float16, one scale"].scales[:, 0])
+    right.plot(one, color=SINGLE, linewidth=1.2)
+    right.annotate("one scale", (100, one[100]), (0, 8), textcoords="offset points", color=SINGLE)
+    for layer, scale in enumerate(np.log2(found[ADAPTIVE_RUN].scales.T)):
+        right.plot(scale, color=ADAPTIVE, linewidth=1.2)
+        if layer < LAYERS:  # the scale of the head is that of the last layer
+            name = f"layer {layer}" if layer < LAYERS - 1 else f"layer {layer}, head"
+            right.annotate(name, (len(scale) - 1, scale[-1]), (4, -3), textcoords="offset points", color=ADAPTIVE)
+    right.set(xlabel="update", ylabel="log₂ of the scale", title="Loss scales", xlim=(0, 1.35 * len(one)))
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["bottom", "left"]].set_color(INK)
@@ -134,8 +193,8 @@ def _smooth(losses: np.ndarray, over: int = 10) -> np.ndarray:
 def table(found: dict[str, Run]) -> str:
     """Return what each run lost, and its last loss, as rows of a Markdown table."""
     rows = (
-        f"| {name} | {run.zeros.mean():.2%} | {run.zeros[-20:].mean():.2%} | {run.skipped.sum()} "
-        f"| {run.losses[-20:].mean():.1f} |"
+        f"| {name} | {np.nanmean(run.lost):.2%} | {np.nanmax(run.lost):.2%} | {run.skipped.sum()} "
+        f"| {run.losses[-20:].mean():.1f} | {distance(run, found['float32']):.3%} |"
         for name, run in found.items()
     )
     return "\n".join(rows)

@@ -172,11 +172,12 @@ def _interpret(recipe: Recipe, training: Training, state: TrainState, batch: Bat
     """
     recipe = dataclasses.replace(recipe, remat="none", unroll=False)
     if wide:
-        recipe = dataclasses.replace(recipe, precision="fp32", loss_scale=None)
+        recipe = dataclasses.replace(recipe, precision="fp32", fp8_exclude=None, loss_scale=None)
     step = training_step(recipe, training.task)
     like = state_shapes(step, training.task, recipe)
     state = jax.device_put(state, jax.devices()[0])
-    before = state._replace(loss_scale=like.loss_scale, scales=like.scales) if wide else state
+    numerics = {name: getattr(like, name) for name in ("loss_scale", "scales", "compensation")}
+    before = state._replace(**numerics) if wide else state
     before = jax.tree.map(lambda x, shape: x if x.dtype == shape.dtype else x.astype(shape.dtype), before, like)
     arguments = {path_name(path): jnp.asarray(x) for path, x in _named(before, batch)}
     closed, shapes = jax.make_jaxpr(step.pure, return_shape=True)(before, batch)

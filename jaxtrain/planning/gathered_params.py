@@ -21,15 +21,15 @@ def gathered_bytes(step: TrainStep, state: TrainState, window: Any, accumulate: 
       accumulate: Micro-batches of the window.
     """
     micro_batch = window if accumulate == 1 else jax.eval_shape(lambda x: jax.tree.map(lambda y: y[0], x), window)
-    loss, scales, used = step.parts.loss, step.parts.scales(state).products, []
+    loss, used = step.parts.loss, []
 
-    def kernels_in_8_bits(*args: Any) -> list[Any]:
+    def kernels_in_8_bits(scales: Any, *args: Any) -> list[Any]:
         kernels = loss.kernels(scales, *args)
         used.append(loss.used_dtypes(scales, kernels, *args))
         return [{}] * len(jax.tree.leaves(args[0])) if kernels is None else [[*x.values()] for x in kernels.of_params]
 
     args = state.params, micro_batch, state.rng, state.model_state
-    kernels = jax.eval_shape(kernels_in_8_bits, *args)
+    kernels = jax.eval_shape(kernels_in_8_bits, step.parts.scales(state).products, *args)
 
     def size(x: Any, dtype: Any) -> int:
         whole = replicate_over(x.sharding, (FSDP,))

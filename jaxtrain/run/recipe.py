@@ -99,7 +99,7 @@ class Recipe:
     """Decay of a moving average of the parameters, which is then evaluated, sampled and exported; None for none."""
     loss_scale: str | None = None
     """Loss scale for fp16: "dynamic_loss_scale(growth_interval=500)", "static_loss_scale(scale=1024.0)", or one by
-    layer, "per_layer_loss_scale(underflow=0.001)"."""
+    layer, "per_layer_loss_scale(underflow=1e-6)"."""
     seed: int = 0
     """Seed of initial parameters, data order and dropout."""
     workers: int = 0

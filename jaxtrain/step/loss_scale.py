@@ -40,14 +40,15 @@ class BlockScales(NamedTuple):
     """Loss scales of the marked blocks of a program.
 
     Attributes:
-      scale: float32[blocks], the factor of the gradients inside each block, a power of two.
-      growth_tracker: int32[blocks], applied updates since the block overflowed or its scale grew.
-      ceiling: float32[blocks], upper bound of an adaptive scale, set by overflows; None if scales follow only them.
+      scale: float32[blocks], the factor of the gradients inside each block, a power of two; if it is adaptive, that of
+        the last update.
+      growth_tracker: int32[blocks], applied updates since the block overflowed or its scale or backoff grew.
+      backoff: float32[blocks], factor of an adaptive scale, lowered by overflows; None if scales follow only them.
     """
 
     scale: jax.Array
     growth_tracker: jax.Array
-    ceiling: jax.Array | None
+    backoff: jax.Array | None
 
 
 class PerLayerLossScaleState(NamedTuple):

@@ -1,8 +1,9 @@
 """Loss scales by layer: one for the gradients inside each marked block, and one for the loss.
 
 A scale halves when an overflow originates in its block, whatever other blocks received, and doubles after
-`growth_interval` applied updates without one; an adaptive scale is chosen below that from the statistics of gradients.
-Any non-finite gradient skips the update, as with a single scale.
+`growth_interval` applied updates without one. An adaptive scale is chosen in every backward pass from the gradient that
+enters the block, times a factor that changes by this rule and is at most 1. Any non-finite gradient skips the update,
+as with a single scale.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from jaxtrain.errors import UserError
 from jaxtrain.step.loss_scale import (
@@ -28,10 +28,7 @@ from jaxtrain.step.loss_scale import (
 from jaxtrain.step.nonfinite import all_finite
 from jaxtrain.transforms import BlockValues
 
-# Gradients are float16: its smallest subnormal number, and its largest.
-_SMALLEST, _LARGEST = 2.0**-24, 65504.0
-# Gradients inside a block may be larger than those that enter or leave it.
-_HEADROOM = 16.0
+_SMALLEST = 2.0**-24  # float16
 # The quotient of two scales is a float32.
 _LOWEST, _HIGHEST = 2.0**-60, 2.0**60
 
@@ -51,19 +48,19 @@ def per_layer_loss_scale(
     overflow originated halves, that of the loss if it was outside of all blocks. A scale doubles after
     `growth_interval` applied updates without an overflow of its own.
 
-    With `underflow` the scale of a block is adaptive: the smallest power of two with which a gradient that enters or
-    leaves the block would underflow with at most this probability, if its elements were normally distributed with mean
-    0. It is bounded by what overflows allow, and leaves a factor of 16 between the largest of these elements and the
-    largest float16. Where all elements have underflowed, the scale doubles.
+    With `underflow` the scale of a block is adaptive: each backward pass chooses the smallest power of two with which
+    an element of the gradient that enters the block would underflow with at most this probability, if it were normally
+    distributed with mean 0. A factor of 16 remains between the largest element and the largest float16. An overflow
+    in the block halves a factor of its scale, which grows back to 1.
 
     Args:
       blocks: Number of blocks of the model that `jaxtrain.block` marks; a scan over 12 layers has 12.
-      underflow: Probability in (0, 1) that an element of a float16 gradient underflows, such as 1e-3. None for scales
+      underflow: Probability in (0, 1) that an element of a float16 gradient underflows, such as 1e-6. None for scales
         that follow overflows only.
-      init_scale: First scale of the loss and of all blocks, a power of two.
+      init_scale: First scale of the loss, and of all blocks unless they are adaptive, a power of two.
       growth_interval: Applied updates without an overflow after which a scale grows.
-      min_scale: Lower bound of all scales, a power of two.
-      max_scale: Upper bound of all scales, a power of two.
+      min_scale: Lower bound of the scales that are not adaptive, a power of two.
+      max_scale: Upper bound of the scales that are not adaptive, a power of two.
 
     Returns:
       A loss scaler, whose state is a `PerLayerLossScaleState`.
@@ -87,7 +84,7 @@ def per_layer_loss_scale(
             f"blocks must be an integer of at least 1, got {blocks!r}: use the number of layers of the model"
         )
     if underflow is not None and not satisfies(underflow, lambda p: 0 < p < 1):
-        raise UserError(f"underflow must be in (0, 1), got {underflow}: use 0.001, or None for no statistics")
+        raise UserError(f"underflow must be in (0, 1), got {underflow}: use 1e-6, or None for no statistics")
     check_growth_interval(growth_interval)
     check_scales(init_scale=init_scale, min_scale=min_scale, max_scale=max_scale)
     for name, scale in {"min_scale": min_scale, "init_scale": init_scale, "max_scale": max_scale}.items():
@@ -99,18 +96,36 @@ def per_layer_loss_scale(
     return rule.transformation()
 
 
-def block_values(state: Any) -> BlockValues | None:
-    """Return what a pass reads of the state of a loss scale, and observes; None unless blocks have scales."""
+def block_values(scaler: optax.GradientTransformation, state: Any) -> BlockValues | None:
+    """Return what a pass reads of a loss scaler and its state; None unless blocks have scales."""
     if not isinstance(state, PerLayerLossScaleState):
         return None
+    rule: PerLayerRule = scaler.update.__self__
     zeros = jnp.zeros_like(state.blocks.scale)
-    spread = None if state.blocks.ceiling is None else zeros
-    return BlockValues(state.blocks.scale / state.scale, zeros, spread, spread)
+    if state.blocks.backoff is None or rule.underflow is None:
+        return BlockValues(state.blocks.scale / state.scale, zeros)
+    return BlockValues(state.blocks.backoff, zeros, jnp.full_like(zeros, target_rms(rule.underflow)))
 
 
-def scales_of_blocks(state: Any) -> jax.Array | None:
-    """Return the scales of blocks, float32[blocks]; None unless blocks have scales."""
-    return state.blocks.scale if isinstance(state, PerLayerLossScaleState) else None
+def target_rms(underflow: float) -> float:
+    """Return the standard deviation with which normal elements underflow in float16 with this probability.
+
+    Zhao et al. 2019: P(|g| < u) = erf(u / (σ√2)), so that the scale is u / (σ √2 erfinv(p)). Their σ is that of a
+    product, estimated from its operands, and their published code rounds the scale down; here σ is that of the gradient
+    that enters a block, and the scale is rounded up, so that the probability stays below p.
+    """
+    return _SMALLEST / NormalDist().inv_cdf((1 + underflow) / 2)  # √2 erfinv(p)
+
+
+def scales_of_blocks(old: Any, new: Any) -> jax.Array | None:
+    """Return the scales of blocks in the update between two states, float32[blocks]; None unless blocks have scales.
+
+    Adaptive scales are the largest of the window's micro-batches.
+    """
+    if not isinstance(old, PerLayerLossScaleState):
+        return None
+    scale: jax.Array = (old if old.blocks.backoff is None else new).blocks.scale
+    return scale
 
 
 def scales_blocks(scaler: optax.GradientTransformation) -> bool:
@@ -133,8 +148,8 @@ class PerLayerRule(ScaleRule):
         """Return the state before the first update."""
         of_loss = super().init(params)
         scale = jnp.full(self.blocks, self.init_scale, np.float32)
-        ceiling = None if self.underflow is None else jnp.full(self.blocks, self.max_scale or _HIGHEST, np.float32)
-        return PerLayerLossScaleState(*of_loss, blocks=BlockScales(scale, jnp.zeros(self.blocks, np.int32), ceiling))
+        backoff = None if self.underflow is None else jnp.ones(self.blocks, np.float32)
+        return PerLayerLossScaleState(*of_loss, blocks=BlockScales(scale, jnp.zeros(self.blocks, np.int32), backoff))
 
     def update(  # type: ignore[override]
         self, grads: Any, state: PerLayerLossScaleState, params: Any = None, *, observed: BlockValues, **_: Any
@@ -145,7 +160,8 @@ class PerLayerRule(ScaleRule):
         found_inf = ~all_finite(grads, unscaled)
         overflows = ~(observed.overflow <= 0)  # NaN counts
         outside = found_inf & ~overflows.any()
-        scale, tracker = self._next(state.scale, state.scale, state.growth_tracker, outside, found_inf)
+        bounds = np.float32(self.min_scale), np.float32(self.max_scale)
+        scale, tracker = self._next(state.scale, state.growth_tracker, outside, found_inf, bounds)
         new = PerLayerLossScaleState(
             scale=scale,
             growth_tracker=tracker,
@@ -156,46 +172,29 @@ class PerLayerRule(ScaleRule):
         )
         return unscaled, new
 
-    def _next(
-        self, scale: jax.Array, ceiling: jax.Array, tracker: jax.Array, overflows: jax.Array, skipped: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return ceilings and trackers after an update, which counts only if it was applied or overflowed."""
-        tracker = jnp.where(overflows, 0, jnp.where(skipped, tracker, tracker + 1))
-        grow = tracker == self.growth_interval
-        lower = jnp.maximum(np.float32(self.backoff_factor) * scale, np.float32(self.min_scale))
-        higher = jnp.minimum(np.float32(self.growth_factor) * ceiling, np.float32(self.max_scale))
-        return jnp.where(overflows, lower, jnp.where(grow, higher, ceiling)), jnp.where(grow, 0, tracker)
-
     def _next_of_blocks(
         self, state: PerLayerLossScaleState, observed: BlockValues, overflows: jax.Array, skipped: jax.Array
     ) -> BlockScales:
-        scale, tracker, ceiling = state.blocks
-        if ceiling is None:
-            return BlockScales(*self._next(scale, scale, tracker, overflows, skipped), None)
-        ceiling, tracker = self._next(scale, ceiling, tracker, overflows, skipped)
-        wanted = jnp.where(skipped, scale, self._adaptive(scale, state.scale, observed))
-        return BlockScales(jnp.minimum(wanted, ceiling), tracker, ceiling)
+        scale, tracker, backoff = state.blocks
+        if backoff is None:
+            bounds = np.float32(self.min_scale), np.float32(self.max_scale)
+            return BlockScales(*self._next(scale, tracker, overflows, skipped, bounds), None)
+        used = jnp.where(observed.scale > 0, observed.scale * state.scale, scale)
+        bounds = np.float32(_LOWEST), np.float32(1)
+        backoff, tracker = self._next(backoff, tracker, overflows, skipped, bounds)
+        return BlockScales(used, tracker, backoff)
 
-    def _adaptive(self, scale: jax.Array, of_loss: jax.Array, observed: BlockValues) -> jax.Array:
-        """Return the smallest powers of two with which elements underflow as rarely as wanted.
-
-        Zhao et al. 2019: P(|g| < u) = erf(u / (σ√2)) for a normal distribution, so that the scale is u_min / (σ √2
-        erfinv(p)), but no more than u_max / max|g|. Their scale is that of a product, with σ estimated from its
-        operands, and is rounded down; here σ is that of the gradient itself, and the scale is rounded up, so that the
-        probability stays below p.
-        """
-        assert self.underflow is not None
-        assert observed.inverse_rms is not None
-        assert observed.largest is not None
-        deviations = np.float32(NormalDist().inv_cdf((1 + self.underflow) / 2))  # √2 erfinv(p)
-        smallest = np.float32(_SMALLEST) / deviations * of_loss * observed.inverse_rms
-        largest = np.float32(_LARGEST / _HEADROOM) * of_loss / jnp.where(observed.largest > 0, observed.largest, 1)
-        wanted = jnp.minimum(2 * _power_of_two_below(smallest), _power_of_two_below(largest))
-        bounded = jnp.clip(wanted, np.float32(self.min_scale), np.float32(self.max_scale))
-        doubled = jnp.minimum(2 * scale, np.float32(self.max_scale or _HIGHEST))
-        return jnp.where(observed.inverse_rms > 0, bounded, doubled)
-
-
-def _power_of_two_below(x: jax.Array) -> jax.Array:
-    """Return the largest power of two up to a positive, normal float32."""
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, np.int32) & np.int32(0x7F800000), np.float32)
+    def _next(
+        self,
+        scale: jax.Array,
+        tracker: jax.Array,
+        overflows: jax.Array,
+        skipped: jax.Array,
+        bounds: tuple[np.float32, np.float32],
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return scales and trackers after an update, which counts only if it was applied or overflowed."""
+        tracker = jnp.where(overflows, 0, jnp.where(skipped, tracker, tracker + 1))
+        grow = tracker == self.growth_interval
+        lower = jnp.maximum(np.float32(self.backoff_factor) * scale, bounds[0])
+        higher = jnp.minimum(np.float32(self.growth_factor) * scale, bounds[1])
+        return jnp.where(overflows, lower, jnp.where(grow, higher, scale)), jnp.where(grow, 0, tracker)

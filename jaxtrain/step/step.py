@@ -121,7 +121,7 @@ class StepParts(NamedTuple):
     def scales(self, state: TrainState) -> Probes:
         """Return the scales that the passes of a state read; no leaves if they observe nothing."""
         products = None if state.scales is None else state.scales.scale
-        return Probes(products=products, blocks=block_values(state.loss_scale))
+        return Probes(products=products, blocks=block_values(self.scaler, state.loss_scale))
 
     def _with_loss(self, loss: LossProgram) -> "StepParts":
         return self._replace(loss=loss, compute_loss=loss.compute())
@@ -429,7 +429,7 @@ def update_metrics(
     nonfinite: Nonfinite,
 ) -> Metrics:
     """Return the metrics of one update, from the states before and after it."""
-    of_blocks = scales_of_blocks(old.loss_scale)
+    of_blocks = scales_of_blocks(old.loss_scale, new.loss_scale)
     return {
         **({} if lr is None else {"lr": lr}),
         "grad_norm": grad_norm,

@@ -1,21 +1,22 @@
 """A scale of its own for the gradients inside each marked block.
 
-The gradient that enters the backward pass of a block is multiplied by the block's scale over the one that it has, and
-what leaves it is brought back: gradients of parameters and of other operands to the scale of the loss, the gradient of
-another block's result to the scale of that block, without an intermediate value at the scale of the loss. Scales are
-powers of two: wherever nothing overflows or underflows, every gradient is the same to the bit.
+The gradient that enters the backward pass of a block is multiplied by the block's scale, and what leaves it is divided
+by it. Between blocks gradients are at the scale of the loss, in float32, whose range holds those of all layers: the
+result of a block in 16 bits is converted to float32, and each use converts it back. Scales are powers of two: wherever
+nothing overflows or underflows, every gradient is the same to the bit.
 
-Each result of a block carries the scale that its gradient is to have, so that whatever uses it can convert. It also
-carries a number whose cotangent says that a gradient was not finite before it was converted. The block in which an
-overflow originates is thereby the one whose gradients are not finite although all that it was given were.
+A scale is given, or chosen in the backward pass from the gradient that enters the block (Zhao et al. 2019). The block
+in which an overflow originates is the one whose gradients are not finite although all that it was given were.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain.errors import UserError
@@ -23,27 +24,27 @@ from jaxtrain.paths import Frozen, path_name
 from jaxtrain.transforms import blocks, jaxpr
 from jaxtrain.transforms.groups import LastPartial, Partial
 
-_LAYOUT = frozenset(
-    {"convert_element_type", "copy", "expand_dims", "name", "reshape", "sharding_constraint", "squeeze", "transpose"}
-)
+_LAYOUT = frozenset({"copy", "expand_dims", "name", "reshape", "sharding_constraint", "squeeze", "transpose"})
+# Gradients are float16, and inside a block they may be larger than those that enter it.
+_LARGEST, _HEADROOM = 65504.0, 16.0
+# The reciprocal of a scale is a normal float32.
+_LOWEST, _HIGHEST = np.float32(2.0**-100), np.float32(2.0**100)
 
 
 class BlockValues(NamedTuple):
     """What a pass reads and observes of each block.
 
     Attributes:
-      scale: float32[blocks], what the gradients inside are multiplied by, over the scale of the loss.
+      scale: float32[blocks], what the gradients inside are multiplied by, over the scale of the loss. With `target`
+        instead a factor of the scale that is chosen. Observed: what they were multiplied by, 0 if none has entered.
       overflow: float32[blocks], observed: positive where an overflow has originated.
-      inverse_rms: float32[blocks], observed: the largest reciprocal of the root mean square of a gradient that enters
-        or leaves the block, other than a parameter's, at the scale of the loss; 0 if all are zero. None to observe
-        neither this nor `largest`.
-      largest: float32[blocks], observed: the largest magnitude of these gradients.
+      target: float32[blocks], the root mean square to which the gradients that enter a block are scaled. None if
+        `scale` is given.
     """
 
     scale: jax.Array
     overflow: jax.Array
-    inverse_rms: jax.Array | None = None
-    largest: jax.Array | None = None
+    target: jax.Array | None = None
 
 
 def scale_blocks(
@@ -53,7 +54,7 @@ def scale_blocks(
 
     Args:
       compute: A function of (params, …), of which only the parameters are differentiated.
-      scales: Its scales; only `scale` is read, powers of two.
+      scales: Its scales, powers of two; `overflow` is not read.
       probes: Zeros, whose gradient is what is observed.
       frozen: Predicate on the paths of parameters that are not differentiated.
 
@@ -75,7 +76,7 @@ def scale_blocks(
     """
 
     def visit(eqn: JaxprEqn, args: list[Any], own: Any, run: blocks.Run) -> Sequence[Any]:
-        if not any(map(_is_differentiated, args)):
+        if not any(isinstance(x, _Differentiated) for x in args):
             return blocks.enter(eqn, args, own, run)
         if blocks.is_block(eqn):
             return _evaluate_block(eqn, args, *blocks.of_one(own))
@@ -84,7 +85,7 @@ def scale_blocks(
         if eqn.primitive.name == "scan":
             return _evaluate_scan(eqn, args, own, run)
         if any(isinstance(x, jax.sharding.Sharding) for x in eqn.params.get("in_shardings", ())):
-            args = [_Outside(_at_loss_scale(x)) if _is_differentiated(x) else x for x in args]
+            args = [_differentiated(_used(x)) if isinstance(x, _Differentiated) else x for x in args]
         return blocks.enter(eqn, args, own, run)
 
     def computed(params: Any, *rest: Any) -> Any:
@@ -92,9 +93,9 @@ def scale_blocks(
 
         def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
             _require_blocks(scales.scale.shape[0], blocks.count(closed.jaxpr))
-            values = [_Parameter(x) if i in trained and _is_floating(x) else x for i, x in enumerate(leaves)]
-            outs = blocks.evaluate(closed, values, (scales.scale, probes), visit)
-            return [_at_loss_scale(x) for x in outs]
+            values = [_differentiated(x) if i in trained else x for i, x in enumerate(leaves)]
+            outs = blocks.evaluate(closed, values, (scales, probes), visit)
+            return [_used(x) for x in outs]
 
         return jaxpr.retrace(compute, evaluate)(params, *rest)
 
@@ -108,42 +109,36 @@ def _require_blocks(given: int, found: int) -> None:
         raise UserError(f"per_layer_loss_scale has blocks={given}, but the program has {found}: use blocks={found}")
 
 
-class _Parameter(NamedTuple):
-    """A parameter, the gradient of which is at the scale of the loss."""
-
-    value: jax.Array
-
-
-class _Outside(NamedTuple):
-    """A value computed outside of all blocks, the gradient of which is at the scale of the loss."""
-
-    value: jax.Array
-
-
-class _Inside(NamedTuple):
-    """A result of a block.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Differentiated:
+    """A differentiated value, the gradient of which is at the scale of the loss.
 
     Attributes:
-      value: The result.
-      scale: float32[], what its gradient is multiplied by, over the scale of the loss.
-      received: float32[], 0; its cotangent counts the gradients that were not finite before they had this scale.
+      value: The value, of its own dtype or of a wider one, in which its gradient then is.
+      dtype: Its dtype.
     """
 
     value: jax.Array
-    scale: jax.Array
-    received: jax.Array
+    dtype: Any = field(metadata={"static": True})
 
 
-def _is_differentiated(x: Any) -> bool:
-    return isinstance(x, _Parameter | _Outside | _Inside)
+def _differentiated(x: Any) -> Any:
+    return _Differentiated(x, jnp.result_type(x)) if _is_floating(x) else x
 
 
-def _value(x: Any) -> Any:
-    return x.value if _is_differentiated(x) else x
+def _used(x: Any) -> Any:
+    """Return a value in its own dtype."""
+    return x.value.astype(x.dtype) if isinstance(x, _Differentiated) else x
 
 
 def _is_floating(x: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), np.floating))
+
+
+def _wide(dtype: Any) -> Any:
+    """Return the dtype of the gradients of such values between blocks."""
+    return np.dtype(np.float32) if jnp.dtype(dtype).itemsize < 4 else jnp.dtype(dtype)
 
 
 def _trained(params: Any, frozen: Frozen) -> set[int]:
@@ -158,159 +153,154 @@ def _trained(params: Any, frozen: Frozen) -> set[int]:
 
 def _evaluate_outside(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     """Evaluate an equation without blocks, some operands of which are differentiated."""
-    if eqn.primitive.name in _LAYOUT and _is_floating(eqn.outvars[0].aval):
-        return [args[0]._replace(value=jaxpr.bind(eqn, [args[0].value])[0])]
-    outs = jaxpr.bind(eqn, [_at_loss_scale(x) for x in args])
-    return [_Outside(x) if _is_floating(x) else x for x in outs]
+    if eqn.primitive.name == "convert_element_type" and _is_floating(eqn.outvars[0].aval):
+        dtype = eqn.params["new_dtype"]
+        return [_Differentiated(_converted(args[0].value, dtype), dtype)]
+    if eqn.primitive.name in _LAYOUT:
+        return [_Differentiated(jaxpr.bind(eqn, [args[0].value])[0], args[0].dtype)]
+    return [_differentiated(x) for x in jaxpr.bind(eqn, [_used(x) for x in args])]
+
+
+def _converted(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return a value rounded to a dtype, in one whose gradient does not underflow where the value's does not."""
+    if _wide(x.dtype) == x.dtype and _wide(dtype) == dtype:
+        return x.astype(dtype)
+
+    @jax.custom_vjp
+    def rounded(x: jax.Array) -> jax.Array:
+        return x.astype(dtype).astype(_wide(dtype))
+
+    rounded.defvjp(lambda x: (rounded(x), None), lambda _, gradient: (gradient.astype(x.dtype),))
+    return rounded(x)
 
 
 def _evaluate_scan(eqn: JaxprEqn, args: list[Any], own: Any, run: blocks.Run) -> list[Any]:
-    """Evaluate a scan over blocks: the carry of a step has the scale of the block that has computed it."""
+    """Evaluate a scan over blocks, whose carry is in float32 at least."""
     n_consts, n_carry = jaxpr.scan_sizes(eqn)
     consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
-    xs = [_Outside(_at_loss_scale(x)) if isinstance(x, _Inside) else x for x in xs]
 
     def run_step(body: Jaxpr, consts: Sequence[Any], step_args: Sequence[Any], own: Any) -> list[Any]:
         outs = run(body, consts, step_args, own)
-        ys = [_Outside(_at_loss_scale(x)) if _is_differentiated(x) else x for x in outs[n_carry:]]
-        return [*map(_as_inside, outs[:n_carry]), *ys]
+        # Results that are stacked would take twice the memory in float32.
+        return [*map(_widened, outs[:n_carry]), *(_differentiated(_used(x)) for x in outs[n_carry:])]
 
-    return list(blocks.enter(eqn, [*consts, *map(_as_inside, carry), *xs], own, run_step))
+    return list(blocks.enter(eqn, [*consts, *map(_widened, carry), *xs], own, run_step))
 
 
-def _as_inside(x: Any) -> Any:
-    """Return a value with its scale, so that those of all steps of a scan have the same structure."""
-    value = _value(x)
-    if isinstance(x, _Inside) or not _is_floating(value):
+def _widened(x: Any) -> Any:
+    """Return a value whose gradient is in float32 at least, so that the carries of all steps have the same types."""
+    if not _is_floating(x.value if isinstance(x, _Differentiated) else x):
         return x
-    return _Inside(value, jnp.ones([], np.float32), jnp.zeros([], np.float32))
+    x = x if isinstance(x, _Differentiated) else _differentiated(x)
+    return _Differentiated(x.value.astype(_wide(x.value.dtype)), x.dtype)
 
 
-def _evaluate_block(eqn: JaxprEqn, args: list[Any], scale: jax.Array, probe: BlockValues) -> list[Any]:
+def _evaluate_block(eqn: JaxprEqn, args: list[Any], own: BlockValues, probe: BlockValues) -> list[Any]:
     """Evaluate a block between two functions with custom derivatives."""
-    given = [i for i, x in enumerate(args) if _is_differentiated(x)]
-    operands = [_as_inside(args[i]) for i in given]
-    is_activation = [not isinstance(args[i], _Parameter) for i in given]
-    values, link = _enter(is_activation)(operands, scale, probe)
-    inner = [_value(x) for x in args]
+    given = [i for i, x in enumerate(args) if isinstance(x, _Differentiated)]
+    operands = [args[i] for i in given]
+    enter = _enter([x.dtype for x in operands], [x.value.dtype for x in operands])
+    values, link = enter([x.value for x in operands], probe)
+    inner = list(args)
     for i, x in zip(given, values, strict=True):
         inner[i] = x
     outs = jaxpr.bind(eqn, inner)
     floating = [i for i, x in enumerate(outs) if _is_floating(x)]
-    results, received = _leave([outs[i] for i in floating], link, scale)
-    for i, x, token in zip(floating, results, received, strict=True):
-        outs[i] = _Inside(x, scale, token)
+    leave = _leave([outs[i].dtype for i in floating])
+    for i, x in zip(floating, leave([outs[i] for i in floating], link, own), strict=True):
+        outs[i] = _Differentiated(x, outs[i].dtype)
     return outs
 
 
 class _Link(NamedTuple):
-    """Zeros that an entered block hands to its results; their cotangents are what was found of the results' gradients.
+    """Zeros that an entered block hands to its results; their cotangents are what is known of the results' gradients.
 
     Attributes:
+      scale: What they were multiplied by.
       bad: Whether one is not finite.
-      overflow: Whether one is not finite although none was received as such.
-      inverse_rms: As in `BlockValues`.
-      largest: As in `BlockValues`.
+      overflow: Whether one is not finite although all were before they were multiplied.
     """
 
+    scale: jax.Array
     bad: jax.Array
     overflow: jax.Array
-    inverse_rms: jax.Array | None
-    largest: jax.Array | None
 
 
-def _enter(is_activation: Sequence[bool]) -> Callable[..., tuple[list[jax.Array], _Link]]:
-    """Return a function that passes a block its operands; its derivative brings their gradients to their scales."""
+def _enter(dtypes: Sequence[Any], of_gradients: Sequence[Any]) -> Callable[..., tuple[list[jax.Array], _Link]]:
+    """Return a function that passes a block its operands in its dtypes; its derivative divides their gradients."""
 
     @jax.custom_vjp
-    def enter(operands: list[_Inside], scale: jax.Array, probe: BlockValues) -> tuple[list[jax.Array], _Link]:
-        del scale
+    def enter(operands: list[jax.Array], probe: BlockValues) -> tuple[list[jax.Array], _Link]:
+        del probe
         zero = jnp.zeros([], np.float32)
-        spread = zero if probe.largest is not None else None
-        return [x.value for x in operands], _Link(zero, zero, spread, spread)
+        return [x.astype(dtype) for x, dtype in zip(operands, dtypes, strict=True)], _Link(zero, zero, zero)
 
-    def forward(operands: list[_Inside], scale: jax.Array, probe: BlockValues) -> tuple[Any, Any]:
-        return enter(operands, scale, probe), ([x.scale for x in operands], scale)
+    def forward(operands: list[jax.Array], probe: BlockValues) -> tuple[Any, Any]:
+        return enter(operands, probe), probe
 
-    def backward(saved: Any, cotangents: tuple[list[jax.Array], _Link]) -> tuple[Any, ...]:
-        (to, scale), (gradients, link) = saved, cotangents
-        bad = [_is_bad(g) for g in gradients]
-        originates = (1 - link.bad) * jnp.stack(bad).max()
-        zero = jnp.zeros([], np.float32)
-        observed = BlockValues(
-            zero, jnp.maximum(link.overflow, originates), *_spread(gradients, is_activation, scale, link)
-        )
-        by_operand = [_Inside(_times(g, s / scale), zero, b) for g, s, b in zip(gradients, to, bad, strict=True)]
-        return by_operand, zero, observed
+    def backward(probe: BlockValues, cotangents: tuple[list[jax.Array], _Link]) -> tuple[Any, ...]:
+        gradients, link = cotangents
+        overflow = jnp.maximum(link.overflow, (1 - link.bad) * _any_bad(gradients))
+        inverse = jnp.where(link.scale > 0, 1 / jnp.where(link.scale > 0, link.scale, 1), 0)
+        divided = [_times(g, inverse, dtype) for g, dtype in zip(gradients, of_gradients, strict=True)]
+        return divided, jax.tree.map(jnp.zeros_like, probe)._replace(scale=link.scale, overflow=overflow)
 
     enter.defvjp(forward, backward)
     return enter
 
 
-@jax.custom_vjp
-def _leave(results: list[jax.Array], link: _Link, scale: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the results of a block, each with its number `received`; the derivative observes their gradients."""
-    del link, scale
-    return results, [jnp.zeros([], np.float32) for _ in results]
+def _leave(dtypes: Sequence[Any]) -> Callable[..., list[jax.Array]]:
+    """Return a function from a block's results to them in float32 at least; its derivative multiplies by the scale."""
+
+    @jax.custom_vjp
+    def leave(results: list[jax.Array], link: _Link, own: BlockValues) -> list[jax.Array]:
+        del link, own
+        return [x.astype(_wide(x.dtype)) for x in results]
+
+    def forward(results: list[jax.Array], link: _Link, own: BlockValues) -> tuple[Any, Any]:
+        return leave(results, link, own), own
+
+    def backward(own: BlockValues, gradients: list[jax.Array]) -> tuple[Any, ...]:
+        scale = own.scale if own.target is None else own.scale * _chosen(gradients, own.target)
+        multiplied = [_times(g, scale, dtype) for g, dtype in zip(gradients, dtypes, strict=True)]
+        bad = _any_bad(multiplied)
+        return multiplied, _Link(scale, bad, bad * (1 - _any_bad(gradients))), jax.tree.map(jnp.zeros_like, own)
+
+    leave.defvjp(forward, backward)
+    return leave
 
 
-def _leave_forward(results: list[jax.Array], link: _Link, scale: jax.Array) -> tuple[Any, Any]:
-    return _leave(results, link, scale), (scale, link)
+def _chosen(gradients: Sequence[jax.Array], target: jax.Array) -> jax.Array:
+    """Return the smallest power of two that multiplies the root mean square of each gradient to the target at least.
 
-
-def _leave_backward(saved: Any, cotangents: tuple[list[jax.Array], list[jax.Array]]) -> tuple[Any, ...]:
-    (scale, link), (gradients, received) = saved, cotangents
-    zero = jnp.zeros([], np.float32)
-    bad = jnp.stack([zero, *map(_is_bad, gradients)]).max()
-    was_bad = (jnp.stack([zero, *received]).max() > 0).astype(np.float32)
-    none = link._replace(bad=zero, overflow=zero)
-    found = _Link(bad, bad * (1 - was_bad), *_spread(gradients, [True] * len(gradients), scale, none))
-    return gradients, found, zero
-
-
-_leave.defvjp(_leave_forward, _leave_backward)
-
-
-@jax.custom_vjp
-def _convert(x: _Inside) -> jax.Array:
-    """Return a block's result for use outside of blocks: its gradient gets the scale of the block."""
-    return x.value
-
-
-def _convert_backward(scale: jax.Array, gradient: jax.Array) -> tuple[_Inside]:
-    return (_Inside(_times(gradient, scale), jnp.zeros_like(scale), _is_bad(gradient)),)
-
-
-_convert.defvjp(lambda x: (x.value, x.scale), _convert_backward)
-
-
-def _at_loss_scale(x: Any) -> Any:
-    """Return a value whose gradient is at the scale of the loss."""
-    return _convert(x) if isinstance(x, _Inside) else _value(x)
-
-
-def _times(gradient: jax.Array, factor: jax.Array) -> jax.Array:
-    """Multiply by a power of two that may be out of the range of the gradient's dtype."""
-    wide = np.promote_types(gradient.dtype, np.float32) if gradient.dtype.itemsize > 2 else np.float32
-    return (gradient.astype(wide) * factor.astype(wide)).astype(gradient.dtype)
-
-
-def _is_bad(gradient: jax.Array) -> jax.Array:
-    return (~jnp.isfinite(gradient).all()).astype(np.float32)
-
-
-def _spread(
-    gradients: Sequence[jax.Array], is_activation: Sequence[bool], scale: jax.Array, link: _Link
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return `inverse_rms` and `largest` of gradients at a scale, and of those that `link` has found."""
-    if link.inverse_rms is None or link.largest is None:
-        return None, None
-    inverse, largest = link.inverse_rms, link.largest
-    for g in (g for g, counts in zip(gradients, is_activation, strict=True) if counts):
+    It leaves a factor of 16 between the largest element and the largest float16. It is 1 where there is no scale for
+    such gradients: if they are zero, or not finite.
+    """
+    largest, inverse = jnp.zeros([], np.float32), jnp.zeros([], np.float32)
+    for g in gradients:
         magnitude = jnp.abs(g).max().astype(np.float32)
         # Over the largest, because squares of small gradients underflow.
         unit = jnp.where(magnitude > 0, magnitude, 1)
         rms = unit * jnp.sqrt(jnp.square(g.astype(np.float32) / unit).mean())
-        inverse = jnp.maximum(inverse, jnp.where(rms > 0, scale / jnp.where(rms > 0, rms, 1), 0))
-        largest = jnp.maximum(largest, magnitude / scale)
-    return inverse, largest
+        inverse = jnp.maximum(inverse, jnp.where(rms > 0, 1 / jnp.where(rms > 0, rms, 1), 0))
+        largest = jnp.maximum(largest, magnitude)
+    scaled = jnp.isfinite(largest) & (inverse > 0)
+    highest = np.float32(_LARGEST / _HEADROOM) / jnp.where(scaled, largest, 1)
+    chosen = jnp.minimum(2 * _power_of_two_below(target * inverse), _power_of_two_below(highest))
+    return jnp.where(scaled, jnp.clip(chosen, _LOWEST, _HIGHEST), 1)
+
+
+def _power_of_two_below(x: jax.Array) -> jax.Array:
+    """Return the largest power of two up to a positive, normal float32."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, np.int32) & np.int32(0x7F800000), np.float32)
+
+
+def _times(gradient: jax.Array, factor: jax.Array, dtype: Any) -> jax.Array:
+    """Multiply by a power of two that may be out of the range of the gradient's dtype."""
+    wide = np.promote_types(_wide(gradient.dtype), _wide(dtype))
+    return (gradient.astype(wide) * factor.astype(wide)).astype(dtype)
+
+
+def _any_bad(gradients: Sequence[jax.Array]) -> jax.Array:
+    """Return whether a gradient is not finite, float32[]."""
+    return jnp.stack([jnp.zeros([], bool), *(~jnp.isfinite(g).all() for g in gradients)]).any().astype(np.float32)

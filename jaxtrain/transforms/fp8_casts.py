@@ -3,20 +3,21 @@
 An array is read twice to be scaled: for its largest magnitude, and to be converted. XLA writes it in 16 bits first,
 also if it follows from arrays in memory by cheap operations: an activation function, its gradient, a norm. It then
 moves more than two kernels would that compute it. A factor of one that XLA does not know makes two computations of one,
-which it cannot merge.
+which it cannot merge. Products of one array share its scale and its conversion, in the backward pass too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.transforms import jaxpr
-from jaxtrain.transforms.fp8_scales import AMAX, CAST
+from jaxtrain.transforms.equal_values import Equal, scan_merged
+from jaxtrain.transforms.fp8_scales import AMAX, CAST, E4M3, E5M2
 from jaxtrain.transforms.platform import on_gpu
 from jaxtrain.transforms.scanned import CHECKPOINTS, is_cheap
 
@@ -24,6 +25,8 @@ _MOST = 3
 """Times its size that the computation of an array may read: as often it would be written and read otherwise."""
 _SMALL = 64
 """Parts of an array that are not counted: statistics of rows, parameters of columns."""
+_OF_RESIDUALS = ("name", "reduce_precision")
+"""Primitives that `jax.checkpoint` leaves on what it saves by name."""
 
 
 def fuse_casts(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
@@ -51,20 +54,26 @@ def fuse_casts(fn: Callable[..., Any], platform: str | None = None) -> Callable[
 
 def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr or the body of a scan."""
-    again = _Again()
+    again, equal = _Again(), Equal()
+    gradients = set(_gradients(traced))
+    measured: set[int] = set()  # by id, of values that `equal` keeps alive
 
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
         if not eqn.outvars:  # what differentiation leaves of a function whose results are known
             return []
         if eqn.primitive.name == "scan":
-            return jaxpr.HIGHER_ORDER["scan"](eqn, args, _run)
+            return scan_merged(eqn, args, _run)
         if jaxpr.is_call(eqn, CAST):
-            return jaxpr.bind(eqn, [again.computed(args[0]), args[1]])
+            return equal.merged(eqn, args, lambda: _cast(eqn, args, again, measured))
         if jaxpr.is_call(eqn, AMAX):
-            return [_amax(args[0])] * len(eqn.outvars) if _is_one_number(eqn) else jaxpr.bind(eqn, args)
+            measured.add(id(args[0]))
+            by_columns = eqn.invars[0] in gradients and again.is_norm(args[0])
+            return equal.merged(eqn, args, lambda: _largest(eqn, args, by_columns=by_columns))
         if _is_inlined(eqn):
             return jaxpr.evaluate_inner(eqn.params.get("call_jaxpr", eqn.params.get("jaxpr")), args, run)
-        outs = jaxpr.bind(eqn, args)
+        if not is_cheap(eqn) and eqn.primitive.name not in _OF_RESIDUALS:
+            return jaxpr.bind(eqn, args)
+        outs = equal.merged(eqn, args, lambda: jaxpr.bind(eqn, args))
         if is_cheap(eqn):
             again.note(eqn, args, outs)
         return outs
@@ -72,15 +81,42 @@ def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]
     return jaxpr.interpret(traced, consts, args, rule)
 
 
+def _cast(eqn: JaxprEqn, args: list[Any], again: "_Again", measured: set[int]) -> list[Any]:
+    # Differentiation moves operands that are known earlier to the front.
+    i = max((0, 1), key=lambda i: args[i].size)
+    x = args[i]
+    second = again.computed(x) if id(x) in measured else x
+    outs = jaxpr.bind(eqn, [*args[:i], second, *args[i + 1 :]])
+    # XLA would transpose in the kernel of the norm's gradient, which then could not sum over tokens.
+    return lax.optimization_barrier(outs) if outs[0].dtype == E4M3 and again.is_norm(x) else outs
+
+
+def _gradients(traced: Jaxpr) -> Iterator[Any]:
+    """Yield the variables that are converted to the format of gradients."""
+    for eqn in traced.eqns:
+        if jaxpr.is_call(eqn, CAST) and any(v.aval.dtype == E5M2 for v in eqn.outvars):  # type: ignore[attr-defined]
+            yield from (v for v in eqn.invars if not isinstance(v, Literal))
+        for inner in jaxpr.inner_jaxprs(eqn):
+            yield from _gradients(inner)
+
+
+def _largest(eqn: JaxprEqn, args: list[Any], *, by_columns: bool) -> list[Any]:
+    return [_amax(args[0], by_columns=by_columns)] * len(eqn.outvars) if _is_one_number(eqn) else jaxpr.bind(eqn, args)
+
+
 def _is_one_number(eqn: JaxprEqn) -> bool:
     """Return whether the result is one number; what is saved for a backward pass is a result a second time."""
     return len(set(eqn.params["jaxpr"].jaxpr.outvars)) == 1 and eqn.outvars[0].aval.size == 1  # type: ignore[attr-defined]
 
 
-def _amax(x: jax.Array) -> jax.Array:
-    """Return the largest magnitude, found by rows first, so that the kernel of a norm finds those of its rows."""
-    rows = lax.optimization_barrier(jnp.max(jnp.abs(x), axis=-1))
-    return jnp.max(rows).reshape((1,) * x.ndim)
+def _amax(x: jax.Array, *, by_columns: bool) -> jax.Array:
+    """Return the largest magnitude, found along the axes along which the kernel that computes the array sums.
+
+    The kernel of a norm sums along rows, and that of its gradient along columns, for the gradient by its scale.
+    """
+    axes = tuple(range(x.ndim - 1)) if by_columns else (-1,)
+    parts = lax.optimization_barrier(jnp.max(jnp.abs(x), axis=axes))
+    return jnp.max(parts).reshape((1,) * x.ndim)
 
 
 def _is_inlined(eqn: JaxprEqn) -> bool:
@@ -104,15 +140,19 @@ def _has_casts(traced: Jaxpr) -> bool:
     )
 
 
+def _sums(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "reduce_sum" or any(_sums(e) for body in jaxpr.inner_jaxprs(eqn) for e in body.eqns)
+
+
 class _Again:
     """Second computations of values by cheap operations."""
 
     def __init__(self) -> None:
-        self._origins: dict[int, tuple[JaxprEqn, list[Any], list[Any]]] = {}  # by id, of values that stay alive
+        self._origins: dict[int, tuple[JaxprEqn, list[Any], Sequence[Any]]] = {}  # by id, of values that stay alive
         self._computed: dict[int, Any] = {}
         self._one: Any = None
 
-    def note(self, eqn: JaxprEqn, args: list[Any], outs: list[Any]) -> None:
+    def note(self, eqn: JaxprEqn, args: list[Any], outs: Sequence[Any]) -> None:
         """Note what values were computed by."""
         for out in outs:
             self._origins[id(out)] = eqn, args, outs
@@ -123,6 +163,13 @@ class _Again:
         self._collect(x, leaves, set())
         read = sum(leaf.nbytes for leaf in leaves.values() if leaf.size > x.size // _SMALL)
         return self._again(x) if id(x) in self._origins and read <= _MOST * x.nbytes else x
+
+    def is_norm(self, x: Any) -> bool:
+        """Return whether a value follows from sums by cheap operations."""
+        seen: set[int] = set()
+        self._collect(x, {}, seen)
+        found = (self._origins[i][0] for i in seen if i in self._origins)
+        return any(map(_sums, found))
 
     def _collect(self, x: Any, leaves: dict[int, Any], seen: set[int]) -> None:
         if id(x) in seen:

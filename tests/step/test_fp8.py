@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtrain as jt
 from jaxtrain.cost import flops
 from jaxtrain.distributed import make_mesh, shard
+from jaxtrain.planning.gathered_params import gathered_bytes
 from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.transforms import policy
 from jaxtrain.transforms.fp8_scales import E4M3
@@ -180,8 +181,9 @@ def test_an_inf_skips_the_update():
 def test_scales_are_those_of_all_devices(name, mesh, options):
     expected, _ = update(name, **{key: value for key, value in options.items() if key == "accumulate"})
     found, _ = update(name, mesh, **options)
-    # The gradients of a group of rows are rounded to bfloat16 before they are added in a window, as in bf16.
-    rounded = options.get("accumulate", 1) > 1 and "gradient_sums" not in options
+    # The gradients of a group of rows are rounded to bfloat16 before they are added in a window, as in bf16: on these
+    # meshes bf16 itself is 0.0014 to 0.0018 away. Sums that fsdp divides have groups along dcn alone.
+    rounded = options.get("accumulate", 1) > 1 and ("dcn" in mesh or "gradient_sums" not in options)
     assert distance(found, expected) < (2.0**-9 if rounded else 1e-6)
 
 
@@ -223,3 +225,12 @@ def test_the_loop_over_micro_batches_casts_no_kernel():
     (loop,) = bodies(traced)
     assert casts_of_kernels(equations(loop)) == 0
     assert casts_of_kernels(equations(traced)) == 2
+
+
+def test_the_plan_counts_gathered_kernels_in_8_bits():
+    def kept(name):
+        step = shard(jt.train_step(loss_fn, optax.sgd(1.0), precision=name), make_mesh("fsdp=4"), RULES)
+        return gathered_bytes(step, step.shapes(PARAMS), {"tokens": jax.ShapeDtypeStruct((16, 8), np.int32)}, 1)
+
+    kernels = 2 * LAYERS * WIDTH * HIDDEN
+    assert kept("bf16") - kept("fp8") == kept("bf16") - kept("fp8_delayed") == kernels

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import erfinv
 
 import jaxtrain as jt
 from jaxtrain import block
+from jaxtrain.step.per_layer_scale import target_rms
 from jaxtrain.transforms import BlockValues, jaxpr, remat, scale_blocks, unroll
 
 WIDTH, BLOCKS = 4, 9
@@ -42,7 +44,7 @@ def _model(params, tokens):
 
 
 def _zeros(n=BLOCKS):
-    return BlockValues(*(jnp.zeros(n, np.float32) for _ in range(4)))
+    return BlockValues(*(jnp.zeros(n, np.float32) for _ in range(2)))
 
 
 @functools.cache
@@ -136,3 +138,36 @@ def test_the_block_in_which_an_overflow_originates_is_found(bad):
     assert not clean.overflow.any()
     assert not all(np.isfinite(x).all() for x in gradient.values())
     np.testing.assert_array_equal(found.overflow > 0, np.arange(4) == bad)
+
+
+@pytest.mark.parametrize("underflow", [1e-6, 1e-3])
+def test_a_scale_is_chosen_from_the_gradient_that_enters_the_block(underflow):
+    """Zhao et al. 2019, for gradients beyond float16's range on both sides, with an outlier, and for zeros."""
+    entering = np.random.default_rng(0).standard_normal((5, 999)).astype(np.float32)
+    entering *= np.ldexp(np.float32(1), [-70, -20, 17, 0, -13])[:, None]
+    entering[3], entering[4, 0] = 0, 2.0**9
+    backoff = np.array([1, 0.5, 1, 1, 1], np.float32)
+    layer = block(lambda w, x: x + 3 * w.astype(np.float16))
+
+    def loss(w):
+        def step(total, of_step):
+            w, entering = of_step
+            return total + (layer(w, np.zeros(999, np.float16)).astype(np.float32) * entering).sum(), None
+
+        return jax.lax.scan(step, jnp.float32(0), (w, entering))[0]
+
+    def scaled(w, probes):
+        scales = BlockValues(backoff, jnp.zeros(5), jnp.full(5, target_rms(underflow), np.float32))
+        return scale_blocks(loss, scales, probes, frozen=lambda path: False)(w)
+
+    probes = BlockValues(*(jnp.zeros(5, np.float32) for _ in range(3)))
+    gradient, found = jax.grad(scaled, (0, 1))(np.ones_like(entering), probes)
+    assert not found.overflow.any()
+    for i, g in enumerate(entering.astype(np.float64)):
+        smallest = 2.0**-24 / (np.sqrt(2) * erfinv(underflow) * np.sqrt(np.square(g).mean())) if g.any() else 1
+        highest = 65504 / 16 / np.abs(g).max() if g.any() else 1
+        expected = min(2.0 ** np.ceil(np.log2(smallest)), 2.0 ** np.floor(np.log2(highest)))
+        assert found.scale[i] == backoff[i] * expected
+        # Rounded in float16 at this scale, twice.
+        inside = (3 * (g * float(found.scale[i])).astype(np.float16)).astype(np.float64)
+        np.testing.assert_array_equal(gradient[i], (inside / float(found.scale[i])).astype(np.float32))

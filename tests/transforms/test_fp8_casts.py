@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from jaxtrain import Policy, block, kernel
-from jaxtrain.transforms import Fp8, fuse_casts, unroll
-from jaxtrain.transforms.jaxpr import inner_jaxprs
+from jaxtrain.transforms import Fp8, fuse_casts, save_costly, unroll
+from jaxtrain.transforms.fp8_scales import CAST
+from jaxtrain.transforms.jaxpr import inner_jaxprs, is_call
 
 WIDTH = 32
 
@@ -44,4 +45,39 @@ def test_the_second_computation_has_the_same_bits(is_unrolled):
     assert twice == 2 * once
     assert str(jax.make_jaxpr(fuse_casts(differentiate, "cpu"))(params, x)) == str(
         jax.make_jaxpr(differentiate)(params, x)
+    )
+
+
+def test_products_of_one_array_convert_it_once_in_each_pass():
+    def layers(params, x):
+        def layer(x, kernels):
+            def apply(kernels, x):
+                gate, up = kernels
+                normal = kernel(lambda x: x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True)))(x)
+                return x + jnp.tanh(normal @ gate) * (normal @ up)
+
+            return block(apply)(kernels, x), None
+
+        return jax.lax.scan(layer, x, params)[0].astype(np.float32).sum()
+
+    loss = save_costly(Policy(np.float32, jnp.bfloat16, fp8=Fp8()).apply(layers), "gpu")
+    differentiate = jax.value_and_grad(loss, argnums=(0, 1))
+    fused = fuse_casts(differentiate, "gpu")
+    keys = jax.random.split(jax.random.key(0), 3)
+    arguments = (
+        tuple(jax.random.normal(key, (2, WIDTH, WIDTH)) / 5 for key in keys[:2]),
+        jax.random.normal(keys[2], (16, WIDTH)),
+    )
+    expected, found = (jax.jit(fn)(*arguments) for fn in (differentiate, fused))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    rows = [_conversions(jax.make_jaxpr(fn)(*arguments).jaxpr, (16, WIDTH)) for fn in (differentiate, fused)]
+    # The array in each pass, and the gradients of both products.
+    assert rows == [4 + 2, 2 + 2]
+
+
+def _conversions(traced, shape):
+    return sum(
+        (is_call(eqn, CAST) and [v.aval.shape for v in eqn.outvars] == [shape])
+        + sum(_conversions(j, shape) for j in inner_jaxprs(eqn))
+        for eqn in traced.eqns
     )
