@@ -17,9 +17,13 @@ from parity.mutants.optimizers import LR, trained
 class Quantized(optim.AdamW):
     """AdamW whose moments are rounded to the nearest values of the dynamic maps after every step, in blocks of 256."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters, then round the moments."""
-        super().step(closure)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Not a method `step` that calls AdamW's: PyTorch would run the hooks of both.
+        self.register_step_post_hook(lambda *_: self.round_moments())
+
+    def round_moments(self) -> None:
+        """Round the moments."""
         for of in self.state.values():
             rounded(of["exp_avg"], torch.from_numpy(SIGNED.values), keep_sign=True)
             rounded(of["exp_avg_sq"], torch.from_numpy(UNSIGNED.values))
