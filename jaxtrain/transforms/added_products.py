@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.transforms import jaxpr
@@ -46,12 +46,12 @@ class AddedProducts:
         self._products: dict[int, tuple[_Product, Any]] = {}  # by id, of values that stay alive
 
     def note(self, eqn: JaxprEqn, args: list[Any], outs: Sequence[Any]) -> None:
-        """Note the result of an equation that is a product with one scale for each operand, or that changes its layout."""
+        """Note the result of an equation if it is a product, or one in another layout or in float32."""
         if eqn.primitive.name == NAME and _is_added_by_a_library(eqn, args):
             self._products[id(outs[0])] = _Product(eqn, args, outs[0]), outs[0]
         elif eqn.primitive.name in _LAYOUT and self._is_read_once(eqn.invars) and _keeps_values(eqn):
-            if (found := self._products.get(id(args[0]))) is not None:
-                self._products[id(outs[0])] = found[0], outs[0]
+            found = self._products.get(id(args[0]))
+            self._products |= {} if found is None else {id(outs[0]): (found[0], outs[0])}
 
     def added(self, eqn: JaxprEqn, args: list[Any]) -> list[Any] | None:
         """Return the sum of two products, as a product to which the other one is added; None for any other equation.
@@ -86,7 +86,7 @@ def _is_added_by_a_library(eqn: JaxprEqn, args: list[Any]) -> bool:
 
 def _keeps_values(eqn: JaxprEqn) -> bool:
     before, after = (v.aval.dtype for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
-    return bool(jnp.promote_types(before, after) == after)
+    return after in (before, np.float32)
 
 
 def _reads(traced: Jaxpr) -> Iterator[Any]:

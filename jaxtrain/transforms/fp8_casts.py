@@ -85,9 +85,9 @@ def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]
             products.enter(eqn, args)
             return run(*inner, args)
         if not is_cheap(eqn) and eqn.primitive.name not in _OF_RESIDUALS:
-            outs = jaxpr.bind(eqn, args)
-            products.note(eqn, args, outs)
-            return outs
+            results = jaxpr.bind(eqn, args)
+            products.note(eqn, args, results)
+            return results
         if (added := products.added(eqn, args)) is not None:
             return added
         outs = equal.merged(eqn, args, lambda: jaxpr.bind(eqn, args))
@@ -133,12 +133,12 @@ def _amax(x: jax.Array, *, by_columns: bool) -> jax.Array:
 
 
 def _inlined(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
-    """Return the jaxpr and the constants of a call without a barrier that contains conversions, or what they convert."""
+    """Return the jaxpr and constants of a call without a barrier that contains conversions, or what they convert."""
     name = eqn.primitive.name
     if name in CHECKPOINTS:
         return None if eqn.params["prevent_cse"] else (eqn.params["jaxpr"], ())
     if name == "closed_call" or (name in ("jit", "pjit") and any(map(_has_casts, jaxpr.inner_jaxprs(eqn)))):
-        closed = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
+        closed: Any = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
         return closed.jaxpr, closed.consts
     return None
 
