@@ -17,12 +17,12 @@ import jaxtrain
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
 from jaxtrain.step import step
 from jaxtrain.transforms import (
+    Policy,
     delayed_scales,
     fp8_kernels,
     fp8_operands,
     fp8_product,
     fp8_scales,
-    policies,
     quantized_kernel,
     scaled_product,
 )
@@ -165,7 +165,7 @@ def _amax_of_the_input() -> Iterator[None]:
 @contextmanager
 def _copies_of_the_window_before() -> Iterator[None]:
     """Quantize kernels once a window from the parameters before the last update."""
-    right, right_copies = step.window_gradient, fp8_kernels.kernel_copies
+    right, right_kernels = step.window_gradient, Policy.kernels
 
     def window_gradient(parts: Any, state: Any, *window: Any) -> Any:
         # The step of a check records the gradients of its last update, of SGD without momentum: NaN before the first.
@@ -173,11 +173,11 @@ def _copies_of_the_window_before() -> Iterator[None]:
             lambda x, grad: jnp.where(jnp.isfinite(grad), x + LR * grad, x), state.params, state.opt_state[0].grads
         )
 
-        def kernel_copies(*args: Any, **options: Any) -> Callable[..., Any]:
-            copies = right_copies(*args, **options)
+        def kernels(*args: Any, **options: Any) -> Callable[..., Any]:
+            copies = right_kernels(*args, **options)
             return lambda params, *rest: copies(before, *rest)
 
-        with mock.patch.object(policies, "kernel_copies", kernel_copies):
+        with mock.patch.object(Policy, "kernels", kernels):
             return right(parts, state, *window)
 
     with mock.patch.object(step, "window_gradient", window_gradient):
