@@ -33,6 +33,7 @@ from jaxtrain.step.objective import STEP_METRICS as STEP_METRICS
 from jaxtrain.step.objective import Loss
 from jaxtrain.step.objective import LossFn as LossFn
 from jaxtrain.step.objective import validated as validated
+from jaxtrain.step.parts import StepParts as StepParts
 from jaxtrain.step.per_layer_scale import per_layer_loss_scale
 from jaxtrain.step.per_layer_scale import scales_blocks as scales_blocks
 from jaxtrain.step.precision_losses import PrecisionMeasurement, precision_losses
@@ -45,7 +46,6 @@ from jaxtrain.step.state import averaged as averaged
 from jaxtrain.step.state import is_factory as is_factory
 from jaxtrain.step.state import micro_batch_key as micro_batch_key
 from jaxtrain.step.step import Step as Step
-from jaxtrain.step.step import StepParts as StepParts
 from jaxtrain.step.step import init_state as init_state
 from jaxtrain.step.step import window_step as window_step
 from jaxtrain.step.window_loop import LONGEST as LONGEST

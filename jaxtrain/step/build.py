@@ -20,10 +20,11 @@ from jaxtrain.step.loss_scale import dynamic_loss_scale, no_loss_scale
 from jaxtrain.step.mistakes import check_loss_fn, check_optimizer, location_of
 from jaxtrain.step.objective import LossFn
 from jaxtrain.step.options import check_options
+from jaxtrain.step.parts import StepParts
 from jaxtrain.step.rebuilding import Uses, warn_of_rebuilding
 from jaxtrain.step.retrace import limit_recompilation
 from jaxtrain.step.state import TrainState, materialize
-from jaxtrain.step.step import Metrics, Step, StepParts, batch_step, init_state
+from jaxtrain.step.step import Metrics, Step, batch_step, init_state
 from jaxtrain.step.streaming import flush, micro_step
 from jaxtrain.transforms import Hook, Policy, policy
 

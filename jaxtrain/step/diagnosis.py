@@ -10,8 +10,8 @@ import jax
 from jaxtrain.errors import UserError, is_out_of_memory, with_user_frames
 from jaxtrain.paths import partition
 from jaxtrain.step.mistakes import batch_error, device_error, difference, is_deleted, tracing_error
+from jaxtrain.step.parts import StepParts
 from jaxtrain.step.state import TrainState, require_state
-from jaxtrain.step.step import StepParts
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -145,7 +145,8 @@ class _Pipeline:
             self._head = Head(self._layered, self._params, self._n, window, scale, stages)
         else:
             params = jax.tree.leaves((divided.variables, divided.fixed))
-            self._head = DividedHead(_layered(*divided, inputs), params, self._n, window, scale, stages)
+            sums = [x.shape for x in self._leaves]
+            self._head = DividedHead(sums, _layered(*divided, inputs), params, self._n, window, scale, stages)
         self._outside = sorted({*self._before, *self._head.used})
         self._trace(inputs)
 

@@ -96,7 +96,16 @@ class DividedHead(Head):
     """The head, of which every stage computes its part of the rows.
 
     The variables are zeros [groups · p, …], one for each part of the rows.
+
+    Args:
+      sums: Shapes of the gradient sums of a stage, [groups, …], by the position of the variable; without the axis of
+        groups where the rows have one group.
+      *args: As for `Head`.
     """
+
+    def __init__(self, sums: Sequence[tuple[int, ...]], *args: Any) -> None:
+        super().__init__(*args)
+        self._sums = sums
 
     def differentiate(self, passed: list[Any], rest: list[Any], micro_batch: Any) -> HeadGradient:
         """As `Head.differentiate`."""
@@ -108,7 +117,7 @@ class DividedHead(Head):
         ]
         run = jax.grad(self._run, argnums=(0, 1), has_aux=True)
         (of_leaves, of_passed), results = run(self._leaves, *of_last, inputs)
-        sums = {i: self._by_stage(x) for i, x in zip(self.used, of_leaves, strict=True)}
+        sums = {i: self._by_stage(x, self._sums[i]) for i, x in zip(self.used, of_leaves, strict=True)}
         collected = [self._stages.collect(x, axis) for x, axis in zip(of_passed, axes[0], strict=True)]
         return HeadGradient(results, sums, collected, np.ones(self._stages.size, bool))
 
@@ -122,9 +131,10 @@ class DividedHead(Head):
         )
         return of_floats, of_others
 
-    def _by_stage(self, sums: jax.Array) -> jax.Array:
-        """Split sums of all parts of the rows, [groups · p, …], to [p, groups, …]."""
-        return jnp.moveaxis(sums.reshape(-1, self._stages.size, *sums.shape[1:]), 1, 0)
+    def _by_stage(self, sums: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Split sums of all parts of the rows, [groups · p, …], to those of every stage."""
+        by_stage = jnp.moveaxis(sums.reshape(-1, self._stages.size, *sums.shape[1:]), 1, 0)
+        return by_stage.reshape(self._stages.size, *shape)
 
 
 def split(values: Sequence[Any], of: Sequence[bool]) -> tuple[list[Any], list[Any]]:

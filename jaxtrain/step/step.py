@@ -12,16 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
 from jaxtrain.cpu.products import loop_convolutions
 from jaxtrain.cpu.short_rows import as_vectors
 from jaxtrain.errors import UserError
-from jaxtrain.paths import Frozen, merge, partition
+from jaxtrain.paths import merge, partition
 from jaxtrain.step.accumulate import (
     Window,
-    WindowSchedule,
     add_micro_batch,
     gradient_factor,
     mean_gradient,
@@ -33,14 +31,16 @@ from jaxtrain.step.accumulate import (
 from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.clip import clip_grad_norm, clip_grad_value
 from jaxtrain.step.ema import update_ema
+from jaxtrain.step.fitting_state import require_fitting
 from jaxtrain.step.learning_rate import used_learning_rate
-from jaxtrain.step.loss_program import NO_COPIES, Copies, Gather, LossProgram, RowDivision
+from jaxtrain.step.loss_program import NO_COPIES, Copies
 from jaxtrain.step.loss_scale import current_scale, found_inf
-from jaxtrain.step.mistakes import describe, same_structure
+from jaxtrain.step.mistakes import describe
 from jaxtrain.step.nonfinite import Nonfinite, locate_nonfinite
 from jaxtrain.step.objective import Compute, Loss
 from jaxtrain.step.partial_sums import add_last, divides_rows, with_sums, with_totals, zero_sums, zero_totals
-from jaxtrain.step.per_layer_scale import block_values, scales_of_blocks
+from jaxtrain.step.parts import StepParts
+from jaxtrain.step.per_layer_scale import scales_of_blocks
 from jaxtrain.step.pipeline import Divided, pipelined_window
 from jaxtrain.step.probes import NO_PROBES, Probes, observed_together, zero_probes
 from jaxtrain.step.rounding import apply_updates, init_compensation
@@ -48,83 +48,14 @@ from jaxtrain.step.state import (
     TrainState,
     applied_updates,
     micro_batch_key,
-    require_state,
     require_trainable,
     rounding_key,
 )
 from jaxtrain.step.window_loop import LONGEST, scan_window
-from jaxtrain.transforms import Groups, Stages, Whole, fuse_casts, unfilled_stacks
+from jaxtrain.transforms import Groups, Stages, fuse_casts, unfilled_stacks
 
 Metrics = dict[str, jax.Array]
 Step = Callable[..., tuple[TrainState, Metrics]]
-
-
-class StepParts(NamedTuple):
-    """The parts of a training step.
-
-    Attributes:
-      loss: The loss_fn with the options of its program.
-      compute_loss: `loss.compute()`: `compute_loss(params, batch, rng, model_state) -> (Loss, metrics, model_state)`.
-      optimizer: The optimizer, in float32 arithmetic.
-      scaler: The loss scaler.
-      accumulate: Micro-batches per window, or a schedule of them by applied update.
-      clip_norm: Upper bound of the gradient's global norm, or None.
-      clip_value: Upper bound of the gradient's elements, or None.
-      frozen: Predicate on the paths of parameters that are not trained.
-      ema: Decay of the parameters' moving average, or None.
-      gradient_sums: Along fsdp, whether devices keep "whole" sums of a window's gradients, or "sharded" ones.
-      reshard_after: Along fsdp, whether devices keep gathered parameters until a layer's "forward" pass has ended, or
-        until the "window" has.
-      pipeline_chunks: Chunks of layers of each device along pipeline.
-    """
-
-    loss: LossProgram
-    compute_loss: Compute
-    optimizer: optax.GradientTransformationExtraArgs
-    scaler: optax.GradientTransformation
-    accumulate: int | WindowSchedule
-    clip_norm: float | None
-    clip_value: float | None
-    frozen: Frozen
-    ema: float | None
-    gradient_sums: str = "whole"
-    reshard_after: str = "forward"
-    pipeline_chunks: int = 1
-
-    def constrained(
-        self,
-        constrain: Callable[[Compute], Compute],
-        platform: str,
-        groups: Groups | None = None,
-        lookups: Groups | None = None,
-        gather: Gather | None = None,
-        whole: Whole | None = None,
-        stages: Stages | None = None,
-        of_head: RowDivision | None = None,
-    ) -> "StepParts":
-        """Return the parts of the same step on a mesh of a platform, whose sharding constraints `constrain` adds.
-
-        The gradients of `groups` of rows are added once a window, those of tables by `lookups` in a window of one
-        micro-batch, and `gather` gathers parameters once a window. `whole` returns the sharding of a gathered array.
-        The micro-batches of a window pass through `stages`, which divide the rows of what follows the layers as
-        `of_head`.
-        """
-        program: dict[str, Any] = {"constrain": constrain, "platform": platform, "groups": groups, "gather": gather}
-        return self._with_loss(
-            self.loss._replace(**program, whole=whole, lookups=lookups, stages=stages, of_head=of_head)
-        )
-
-    def for_platform(self, platform: str) -> "StepParts":
-        """Return the parts of the same step compiled for a platform."""
-        return self._with_loss(self.loss._replace(platform=platform))
-
-    def scales(self, state: TrainState) -> Probes:
-        """Return the scales that the passes of a state read; no leaves if they observe nothing."""
-        products = None if state.scales is None else state.scales.scale
-        return Probes(products=products, blocks=block_values(self.scaler, state.loss_scale))
-
-    def _with_loss(self, loss: LossProgram) -> "StepParts":
-        return self._replace(loss=loss, compute_loss=loss.compute())
 
 
 class Gradient(NamedTuple):
@@ -174,48 +105,6 @@ def init_state(
         compensation=init_compensation(policy.param_rounding, trained),
     )
     return state._replace(window=empty_window(parts, state)) if streaming else state
-
-
-def require_fitting(parts: StepParts, state: Any, batch: Any = None) -> None:
-    """Raise `UserError` for a state of a step with other options, which this one would misread."""
-    require_state(state, batch)
-    trained, _ = partition(state.params, parts.frozen)
-    expected = jax.eval_shape(parts.scaler.init, trained)
-    if not same_structure(expected, state.loss_scale):
-        has, expects = (_loss_scale_name(tree) for tree in (state.loss_scale, expected))
-        raise UserError(
-            f"the state has {has}, but this step expects {expects}: create it with this step's init(params), "
-            "or give both steps the same precision and loss_scale"
-        )
-    _require_scales(parts, state)
-    if (state.ema is None) != (parts.ema is None):
-        has = "no moving average" if state.ema is None else "a moving average"
-        raise UserError(
-            f"the state has {has} of the parameters, but this step has ema={parts.ema}: create it with this step's "
-            f"init(params), or use state._replace(ema={'state.params' if state.ema is None else None})"
-        )
-    rounding = parts.loss.policy.param_rounding
-    if (state.compensation is None) != (rounding != "kahan"):
-        has = "no compensation" if state.compensation is None else "a compensation"
-        raise UserError(
-            f"the state has {has} of its parameters' rounding, but this step has param_rounding {rounding!r}: create "
-            "it with this step's init(params), or give both steps the same precision"
-        )
-
-
-def _require_scales(parts: StepParts, state: TrainState) -> None:
-    expected = jax.eval_shape(parts.loss.policy.init_scales, state.params)
-    if jax.tree.map(jnp.shape, expected) != jax.tree.map(jnp.shape, state.scales):
-        has = "no scales" if state.scales is None else "other scales"
-        remedy = "create it with this step's init(params)"
-        if expected is None:
-            has, remedy = "scales", f"{remedy}, or use state._replace(scales=None)"
-        expects = "none" if expected is None else "those of delayed scaling"
-        raise UserError(f"the state has {has} of products in 8 bits, but this step expects {expects}: {remedy}")
-
-
-def _loss_scale_name(loss_scale: Any) -> str:
-    return f"a loss scale ({type(loss_scale).__name__})" if jax.tree.leaves(loss_scale) else "no loss scale"
 
 
 def batch_step(parts: StepParts, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:

@@ -106,8 +106,10 @@ def test_every_example_with_a_recipe_is_tested():
 all_examples = pytest.mark.parametrize("example", EXAMPLES)
 
 
-@pytest.mark.sampled(1)
-@all_examples
+# Killed runs are resumed of every example.
+@pytest.mark.parametrize(
+    "example", [pytest.param(name, marks=[pytest.mark.nightly] * (i > 0)) for i, name in enumerate(EXAMPLES)]
+)
 def test_an_example_interrupted_and_resumed_equals_the_uninterrupted_run(example, chain, tmp_path):
     run = chain(example)
     stopped = jt.fit(run.recipe, tmp_path / "run", quiet=True, on_step=interrupt)

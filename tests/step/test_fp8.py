@@ -89,7 +89,8 @@ OPTIONS = ({"remat": "full"}, {"remat": "dots_no_batch"}, {"unroll": True}, {"re
     ("name", "options"),
     [
         ("fp8", OPTIONS[-1:]),
-        *(pytest.param(name, OPTIONS, marks=pytest.mark.slow) for name in NAMES),
+        *(pytest.param(name, OPTIONS[:2], marks=pytest.mark.slow) for name in NAMES),
+        *(pytest.param(name, OPTIONS[2:], marks=pytest.mark.nightly) for name in NAMES),
     ],
 )
 def test_rematerialization_changes_no_number(name, options):

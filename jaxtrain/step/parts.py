@@ -1,0 +1,83 @@
+"""The parts of a training step: the program of its loss, its optimizer, its scaler and its options."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optax
+
+from jaxtrain.paths import Frozen
+from jaxtrain.step.accumulate import WindowSchedule
+from jaxtrain.step.loss_program import Gather, LossProgram, RowDivision
+from jaxtrain.step.objective import Compute
+from jaxtrain.step.per_layer_scale import block_values
+from jaxtrain.step.probes import Probes
+from jaxtrain.step.state import TrainState
+from jaxtrain.transforms import Groups, Stages, Whole
+
+
+class StepParts(NamedTuple):
+    """The parts of a training step.
+
+    Attributes:
+      loss: The loss_fn with the options of its program.
+      compute_loss: `loss.compute()`: `compute_loss(params, batch, rng, model_state) -> (Loss, metrics, model_state)`.
+      optimizer: The optimizer, in float32 arithmetic.
+      scaler: The loss scaler.
+      accumulate: Micro-batches per window, or a schedule of them by applied update.
+      clip_norm: Upper bound of the gradient's global norm, or None.
+      clip_value: Upper bound of the gradient's elements, or None.
+      frozen: Predicate on the paths of parameters that are not trained.
+      ema: Decay of the parameters' moving average, or None.
+      gradient_sums: Along fsdp, whether devices keep "whole" sums of a window's gradients, or "sharded" ones.
+      reshard_after: Along fsdp, whether devices keep gathered parameters until a layer's "forward" pass has ended, or
+        until the "window" has.
+      pipeline_chunks: Chunks of layers of each device along pipeline.
+    """
+
+    loss: LossProgram
+    compute_loss: Compute
+    optimizer: optax.GradientTransformationExtraArgs
+    scaler: optax.GradientTransformation
+    accumulate: int | WindowSchedule
+    clip_norm: float | None
+    clip_value: float | None
+    frozen: Frozen
+    ema: float | None
+    gradient_sums: str = "whole"
+    reshard_after: str = "forward"
+    pipeline_chunks: int = 1
+
+    def constrained(
+        self,
+        constrain: Callable[[Compute], Compute],
+        platform: str,
+        groups: Groups | None = None,
+        lookups: Groups | None = None,
+        gather: Gather | None = None,
+        whole: Whole | None = None,
+        stages: Stages | None = None,
+        of_head: RowDivision | None = None,
+    ) -> "StepParts":
+        """Return the parts of the same step on a mesh of a platform, whose sharding constraints `constrain` adds.
+
+        The gradients of `groups` of rows are added once a window, those of tables by `lookups` in a window of one
+        micro-batch, and `gather` gathers parameters once a window. `whole` returns the sharding of a gathered array.
+        The micro-batches of a window pass through `stages`, which divide the rows of what follows the layers as
+        `of_head`.
+        """
+        program: dict[str, Any] = {"constrain": constrain, "platform": platform, "groups": groups, "gather": gather}
+        return self._with_loss(
+            self.loss._replace(**program, whole=whole, lookups=lookups, stages=stages, of_head=of_head)
+        )
+
+    def for_platform(self, platform: str) -> "StepParts":
+        """Return the parts of the same step compiled for a platform."""
+        return self._with_loss(self.loss._replace(platform=platform))
+
+    def scales(self, state: TrainState) -> Probes:
+        """Return the scales that the passes of a state read; no leaves if they observe nothing."""
+        products = None if state.scales is None else state.scales.scale
+        return Probes(products=products, blocks=block_values(self.scaler, state.loss_scale))
+
+    def _with_loss(self, loss: LossProgram) -> "StepParts":
+        return self._replace(loss=loss, compute_loss=loss.compute())
