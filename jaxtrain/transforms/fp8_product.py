@@ -139,7 +139,7 @@ class Product(NamedTuple):
         out = self._by_features(rows, quantized.columns, 0, self.result, *bias)
         # One scale, whatever the sum is over, or others.
         of_x = in_groups(rows, self.split) if self.fp8.is_per_tensor else along_rows(self.fp8, x, E4M3, self.split)
-        if scale is None or quantized.amax is None:
+        if scale is None or amax is None or quantized.amax is None:
             return out, Residuals(of_x, quantized.of_backward())
         return out, Residuals(of_x, quantized.columns, (scale[2], jnp.stack([amax, quantized.amax])))
 
