@@ -5,7 +5,7 @@ it. The function is one in low precision already: a product in 8 bits replaces o
 parameter in the dtype that it is stored in.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.paths import Matching, path_name
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
-from jaxtrain.transforms.casts import is_array
+from jaxtrain.transforms.casts import LOWER_FLOATS, is_array
 from jaxtrain.transforms.followed_parameter import Parameter, converted, is_identity, is_parameter
 from jaxtrain.transforms.fp8 import Fp8
 from jaxtrain.transforms.gathered import DIVIDED_LOOKUP
@@ -68,6 +68,7 @@ def fp8_products(
     probes: Any = None,
     copies: KernelCopies | None = None,
     whole: Whole | None = None,
+    dtypes: Collection[Any] = LOWER_FLOATS,
 ) -> Callable[..., Any]:
     """Compute the products of a function `fn(params, …)` with its parameters in 8 bits.
 
@@ -79,6 +80,7 @@ def fp8_products(
       copies: What `kernel_copies` returned for the parameters; None to quantize kernels where they are used.
       whole: On a mesh, returns a sharding without the axes over which parameters are gathered. Their numbers in 8 bits
         are, if the program constrains the parameters to shardings.
+      dtypes: Dtypes of the products that are replaced.
 
     Returns:
       The same function. Products qualify whose kernel, of sizes that are multiples of 16, is a parameter that is
@@ -96,7 +98,7 @@ def fp8_products(
     """
 
     def computed(*args: Any, **kwargs: Any) -> Any:
-        context = _Context(_in_effect(fp8, scales), whole, copies)
+        context = _Context(_in_effect(fp8, scales), whole, copies, dtypes)
         result = _rewritten(fn, context, scales, probes)(*args, **kwargs)
         if all(use.reason for use in context.uses):
             raise UserError(_none_qualifies(context.uses))
@@ -106,7 +108,13 @@ def fp8_products(
 
 
 def kernel_copies(
-    fn: Callable[..., Any], fp8: Fp8, scales: Any = None, whole: Whole | None = None, *, are_whole: bool = False
+    fn: Callable[..., Any],
+    fp8: Fp8,
+    scales: Any = None,
+    whole: Whole | None = None,
+    dtypes: Collection[Any] = LOWER_FLOATS,
+    *,
+    are_whole: bool = False,
 ) -> Callable[..., KernelCopies]:
     """Return a function of the arguments of `fn(params, …)` to the kernels of its products in 8 bits.
 
@@ -115,6 +123,7 @@ def kernel_copies(
       fp8: The settings.
       scales: As for `fp8_products`.
       whole: As for `fp8_products`.
+      dtypes: As for `fp8_products`.
       are_whole: Whether to gather the kernels from other devices.
 
     Example:
@@ -126,7 +135,7 @@ def kernel_copies(
     """
 
     def copied(params: Any, *rest: Any) -> KernelCopies:
-        context = _Context(_in_effect(fp8, scales))
+        context = _Context(_in_effect(fp8, scales), dtypes=dtypes)
         jax.eval_shape(_rewritten(fn, context, scales, scales), params, *rest)
         leaves = jax.tree.leaves(params)
         found: list[dict[Part, QuantizedKernel]] = [{} for _ in leaves]
@@ -187,6 +196,7 @@ class _Context:
       fp8: The settings.
       whole: As for `fp8_products`.
       copies: As for `fp8_products`.
+      dtypes: As for `fp8_products`.
       uses: The products with parameters.
       parts: The parts of each parameter that are kernels, with the parameter's sharding, by its position.
     """
@@ -194,6 +204,7 @@ class _Context:
     fp8: Fp8
     whole: Whole | None = None
     copies: KernelCopies | None = None
+    dtypes: Collection[Any] = LOWER_FLOATS
     uses: list[KernelUse] = field(default_factory=list)
     parts: dict[int, dict[Part, Any]] = field(default_factory=dict)
 
@@ -275,7 +286,7 @@ def _runner(context: _Context, disabled: int) -> jaxpr.Run:
                 array = _apply(eqn, [first.array, *rest], inner)[0]
                 return [first.changed(eqn, array, rest)]
         if (product := KernelProduct.of(eqn)) is not None and any(map(is_parameter, args[:2])):
-            reason = product.refusal(args, depth, is_delayed=context.fp8.is_delayed)
+            reason = product.refusal(args, depth, context.dtypes, is_delayed=context.fp8.is_delayed)
             context.note(args[:2], reason)
             if reason is None:
                 return [context.multiply(product, args)]

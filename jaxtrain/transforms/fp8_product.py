@@ -208,7 +208,8 @@ def differentiable(product: Product) -> Any:
     return multiply
 
 
-def _evaluate(*operands: jax.Array, **params: Any) -> jax.Array:
+def evaluate(*operands: jax.Array, **params: Any) -> jax.Array:
+    """Compute a product by the operations that it consists of, from the primitive's operands and parameters."""
     return Product.of(operands, **params).forward(*operands)[0]
 
 
@@ -219,13 +220,13 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, jax.Arr
 
 
 def _batch(args: Any, axes: Any, **params: Any) -> tuple[jax.Array, int]:
-    return jax.vmap(functools.partial(_evaluate, **params), axes)(*args), 0
+    return jax.vmap(functools.partial(evaluate, **params), axes)(*args), 0
 
 
 _primitive.def_impl(lambda *args, **params: jax.jit(functools.partial(_primitive.bind, **params))(*args))
 _primitive.def_abstract_eval(
-    lambda *args, **params: jax.make_jaxpr(functools.partial(_evaluate, **params))(*args).out_avals[0]
+    lambda *args, **params: jax.make_jaxpr(functools.partial(evaluate, **params))(*args).out_avals[0]
 )
 ad.primitive_jvps[_primitive] = _jvp
 batching.primitive_batchers[_primitive] = _batch
-mlir.register_lowering(_primitive, mlir.lower_fun(_evaluate, multiple_results=False))
+mlir.register_lowering(_primitive, mlir.lower_fun(evaluate, multiple_results=False))

@@ -1,7 +1,7 @@
 """A matrix product with a parameter, as a product in 8 bits."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
-from jaxtrain.transforms.casts import LOWER_FLOATS, to_dtype
+from jaxtrain.transforms.casts import to_dtype
 from jaxtrain.transforms.followed_parameter import is_parameter
 from jaxtrain.transforms.fp8 import Fp8
 from jaxtrain.transforms.fp8_product import fp8_product
@@ -53,15 +53,15 @@ class KernelProduct(NamedTuple):
         shapes, dtypes = zip(*((aval.shape, aval.dtype) for aval in avals), strict=True)
         return cls(shapes[:2], inner.params["dimension_numbers"], (*dtypes[:2], dtypes[-1]), shapes[-1])
 
-    def refusal(self, args: Sequence[Any], disabled: int, *, is_delayed: bool) -> str | None:
-        """Return why the product is not in 8 bits; None if it is."""
+    def refusal(self, args: Sequence[Any], disabled: int, dtypes: Collection[Any], *, is_delayed: bool) -> str | None:
+        """Return why the product, of operands in other `dtypes` for example, is not in 8 bits; None if it is."""
         kernels = [i for i in (0, 1) if is_parameter(args[i])]
         if len(kernels) != 1:
             return "a product of parameters"
         kernel = args[kernels[0]]
         if kernel.reason is not None:
             return str(kernel.reason)
-        if any(dtype not in LOWER_FLOATS for dtype in self.dtypes[:2]):
+        if any(dtype not in dtypes for dtype in self.dtypes[:2]):
             return f"in {self.dtypes[0].name}"
         if disabled > 0:
             return "autocast is disabled"

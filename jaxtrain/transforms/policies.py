@@ -127,7 +127,7 @@ class Policy:
         """
         inner = self._in_dtypes(fn, state_argnums)
         if self.fp8 is not None:
-            inner = fp8_products(inner, self.fp8, scales, probes, kernels, whole)
+            inner = fp8_products(inner, self.fp8, scales, probes, kernels, whole, (self.compute_dtype,))
         return self._in_matmul_precision(inner)
 
     def kernels(
@@ -150,7 +150,8 @@ class Policy:
         """
         assert self.fp8 is not None
         inner = self._in_dtypes(fn, state_argnums)
-        return self._in_matmul_precision(kernel_copies(inner, self.fp8, scales, whole, are_whole=are_whole))
+        copies = kernel_copies(inner, self.fp8, scales, whole, (self.compute_dtype,), are_whole=are_whole)
+        return self._in_matmul_precision(copies)
 
     def _in_matmul_precision(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:

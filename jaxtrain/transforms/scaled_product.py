@@ -37,7 +37,7 @@ def scaled_product(
       b: Second operand.
       dimension_numbers: As for `lax.dot_general`; of `tiled` operands, for a pair of tiles.
       result: Dtype of the result.
-      *bias: At most one: [1, …, 1, n] with as many axes as the result, added before rounding.
+      *bias: At most one, with as many axes as the result: [1, …, 1, n] or of the result's shape; added before rounding.
       tiled: Whether both operands have a first axis of tiles, whose scaled products are added in float32.
 
     Returns:
@@ -55,7 +55,7 @@ def scaled_product(
     return product
 
 
-def _evaluate(
+def evaluate(
     a: jax.Array,
     a_scale: jax.Array,
     b: jax.Array,
@@ -65,6 +65,8 @@ def _evaluate(
     result: Any,
     tiled: bool,
 ) -> jax.Array:
+    """Compute a product by the operations that it consists of, from the primitive's operands and parameters."""
+
     def product(a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.Array) -> jax.Array:
         unscaled = lax.dot_general(a, b, dimension_numbers, preferred_element_type=np.dtype(np.float32))
         a_scale, b_scale = _aligned(a_scale, b_scale, dimension_numbers)
@@ -99,7 +101,7 @@ def _on_a_gpu(
     """
     params = {"dimension_numbers": dimension_numbers, "result": result, "tiled": tiled}
     if tiled or a_scale.size > 1 or b_scale.size > 1:
-        return _evaluate(a, a_scale, b, b_scale, *bias, **params)
+        return evaluate(a, a_scale, b, b_scale, *bias, **params)
     low = result if result.itemsize == 2 else np.dtype(jnp.bfloat16)
     # Behind a barrier, or XLA might round a scale in a kernel before this one.
     of_a, of_b = lax.optimization_barrier([(1 / scale).reshape(()) for scale in (a_scale, b_scale)])
@@ -131,14 +133,14 @@ def _free(ndim: int, contracted: Sequence[int], batch: Sequence[int]) -> list[in
 
 
 def _batch(args: Any, axes: Any, **params: Any) -> tuple[jax.Array, int]:
-    return jax.vmap(functools.partial(_evaluate, **params), axes)(*args), 0
+    return jax.vmap(functools.partial(evaluate, **params), axes)(*args), 0
 
 
 _primitive.def_impl(lambda *args, **params: jax.jit(functools.partial(_primitive.bind, **params))(*args))
 _primitive.def_abstract_eval(
-    lambda *args, **params: jax.make_jaxpr(functools.partial(_evaluate, **params))(*args).out_avals[0]
+    lambda *args, **params: jax.make_jaxpr(functools.partial(evaluate, **params))(*args).out_avals[0]
 )
 batching.primitive_batchers[_primitive] = _batch
-mlir.register_lowering(_primitive, mlir.lower_fun(_evaluate, multiple_results=False))
+mlir.register_lowering(_primitive, mlir.lower_fun(evaluate, multiple_results=False))
 for _platform in ("cuda", "rocm"):
     mlir.register_lowering(_primitive, mlir.lower_fun(_on_a_gpu, multiple_results=False), platform=_platform)

@@ -15,7 +15,9 @@ from torch.nn import GELU, Linear, Module, Sequential
 
 import jaxtrain
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
+from jaxtrain.step import step
 from jaxtrain.transforms import (
+    Policy,
     delayed_scales,
     fp8_kernels,
     fp8_operands,
@@ -27,7 +29,7 @@ from jaxtrain.transforms import (
 from jaxtrain.transforms.fp8_scales import E4M3, Quantized
 from parity.case import Batch, Case
 from parity.mutants.mutant import Mutant, Patch, patched
-from parity.mutants.network import SGD, normal
+from parity.mutants.network import LR, SGD, normal
 from parity.settings import EXACT
 
 SIZES = (32, 256, 256, 16)
@@ -160,6 +162,28 @@ def _amax_of_the_input() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _copies_of_the_window_before() -> Iterator[None]:
+    """Quantize kernels once a window from the parameters before the last update."""
+    right, right_kernels = step.window_gradient, Policy.kernels
+
+    def window_gradient(parts: Any, state: Any, *window: Any) -> Any:
+        # The step of a check records the gradients of its last update, of SGD without momentum: NaN before the first.
+        before = jax.tree.map(
+            lambda x, grad: jnp.where(jnp.isfinite(grad), x + LR * grad, x), state.params, state.opt_state[0].grads
+        )
+
+        def kernels(*args: Any, **options: Any) -> Callable[..., Any]:
+            copies = right_kernels(*args, **options)
+            return lambda params, *rest: copies(before, *rest)
+
+        with mock.patch.object(Policy, "kernels", kernels):
+            return right(parts, state, *window)
+
+    with mock.patch.object(step, "window_gradient", window_gradient):
+        yield
+
+
 def _unclipped(x: jax.Array, dtype: Any, scale: jax.Array) -> Quantized:
     return Quantized((x.astype(np.float32) * scale).astype(dtype), scale)
 
@@ -196,6 +220,7 @@ MUTANTS = [
         "2:",
         precision="fp8_block",
     ),
+    quantized("fp8-kernels-of-the-window-before", _copies_of_the_window_before, "state", accumulate=2),
     quantized(
         "delayed-scale-one-update-late",
         patched(delayed_scales._next_scale, _late),

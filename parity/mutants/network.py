@@ -21,7 +21,8 @@ from parity.case import Batch, Case
 from parity.optimizer import Optimizer
 
 ROWS = 4
-SGD = Optimizer("SGD", lambda named: torch.optim.SGD(named, lr=1e-2), optim.sgd(1e-2))
+LR = 1e-2
+SGD = Optimizer("SGD", lambda named: torch.optim.SGD(named, lr=LR), optim.sgd(LR))
 """Its updates are proportional to the gradients, so that a gradient of rounding noise changes nothing."""
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]

@@ -3,18 +3,17 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxtrain.transforms import jaxpr, kernel_product
+from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.fp8_product import NAME as FP8_PRODUCT
-from jaxtrain.transforms.fp8_product import _evaluate as evaluate_fp8_product
+from jaxtrain.transforms.fp8_product import evaluate as evaluate_fp8_product
 from jaxtrain.transforms.scaled_product import NAME as SCALED_PRODUCT
-from jaxtrain.transforms.scaled_product import _evaluate as evaluate_scaled_product
+from jaxtrain.transforms.scaled_product import evaluate as evaluate_scaled_product
 from parity.oracle.in_jax import BITS, evaluate, traced_in_32_bits
 
 _WRITTEN_OUT: dict[str, Callable[..., jax.Array]] = {
@@ -35,16 +34,7 @@ def program_in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
     >>> y.tolist(), y.dtype.name
     ([0.1], 'float64')
     """
-    return jaxpr.retrace(fn, evaluate, lambda fn: traced_in_32_bits(_written_out(fn)))
-
-
-def _written_out(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def written_out(*args: Any) -> Any:
-        # Of a policy that computes in float32, whose constants are not rounded to bfloat16.
-        with mock.patch.object(kernel_product, "LOWER_FLOATS", {np.dtype(np.float32)}):
-            return jaxpr.transform(fn, _rule)(*args)
-
-    return written_out
+    return jaxpr.retrace(fn, evaluate, lambda fn: traced_in_32_bits(jaxpr.transform(fn, _rule)))
 
 
 def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:

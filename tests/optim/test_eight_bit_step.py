@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 
 import jaxtrain as jt
 from jaxtrain.optim import adamw8bit, groups, sgd8bit
@@ -29,21 +31,41 @@ def test_skips_windows_groups_memory_and_checkpoints(tmp_path):
     overflow = {"x": np.where(np.arange(4)[:, None] == 3, np.float32(1e30), clean["x"])}
     state, metrics = step(state, overflow)
     assert metrics["skipped"]
-    for a, b in zip(jax.tree.leaves(before.opt_state), jax.tree.leaves(state.opt_state), strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip(jax.tree.leaves(before.ema), jax.tree.leaves(state.ema), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same_bits((before.opt_state, before.ema), (state.opt_state, state.ema))
     state, metrics = step(state, clean)
     assert not metrics["skipped"]
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, {})
     with Checkpoints(tmp_path) as checkpoints:
         restored, _ = checkpoints.restore(step.shapes(params))
-    for a, b in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(restored.opt_state), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
+    assert_same_bits(state.opt_state, restored.opt_state)
     parts = {(part.name, part.dtype): part.bytes for part in state_parts(state, none_frozen)}
     # Two codes for each of 6,144 elements and two magnitudes for each of 24 blocks.
     assert parts["optimizer state", "8-bit"] == 2 * 64 * 96 + 2 * 4 * 24
     # The momentum of the head and the learning rates.
     assert parts["optimizer state", "float32"] == 4 * 64 * 96 + 8
+
+
+@pytest.mark.slow
+def test_streamed_windows_and_injected_hyperparameters_are_those_of_whole_windows():
+    params = {"body": jnp.linspace(-0.1, 0.1, 64 * 96).reshape(64, 96), "head": jnp.full((96, 64), 0.02)}
+    rng = np.random.default_rng(0)
+    batches = [{"x": rng.standard_normal((8, 64), np.float32)} for _ in range(4)]
+    step = jt.train_step(loss_fn, adamw8bit(1e-2), accumulate=2)
+    injected = jt.train_step(loss_fn, optax.inject_hyperparams(adamw8bit)(learning_rate=1e-2), accumulate=2)
+    whole, streamed, by_injected = step.init(params), step.init(params, streaming=True), injected.init(params)
+    for batch in batches:
+        whole, _ = step(whole, batch)
+        by_injected, _ = injected(by_injected, batch)
+        for half in np.split(batch["x"], 2):
+            streamed, _ = step.micro(streamed, {"x": half})
+    assert_same_bits((whole.params, whole.opt_state), (streamed.params, streamed.opt_state))
+    # The learning rate is an array: its product with the update is rounded once more.
+    for a, b in zip(jax.tree.leaves(whole.params), jax.tree.leaves(by_injected.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def assert_same_bits(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
