@@ -45,7 +45,7 @@ def compare(bf16: np.ndarray, fp8: np.ndarray) -> dict[str, float]:
     Returns:
       "difference" of the means; "seed_sd", the standard deviation over the seeds of bf16; "p_permutation" of the
       difference as large in either direction if the labels of all runs were exchanged, of all divisions in two halves;
-      "p_welch", that of Welch's t-test; "least" and "most", the ends of its 95% interval of the difference; "paired_sd",
+      "p_welch", that of Welch's t-test; "least" and "most", the ends of its 95% interval; "paired_sd",
       the standard deviation of the differences of a seed.
     """
     runs, n, difference = np.concatenate([bf16, fp8]), len(bf16), fp8.mean() - bf16.mean()
