@@ -26,6 +26,7 @@ from jaxtrain.cost import (
     format_bytes,
     gpu_devices,
     parse_bytes,
+    utilization_note,
 )
 from jaxtrain.distributed import parse_mesh
 from jaxtrain.planning import Candidate, Plan, choice_notes, format_settings, gathered_params_json, plan
@@ -77,6 +78,7 @@ def plan_for_gpu(name: str, recipe: Recipe, device: str, memory: str | None, as_
         kept = {
             "gradient_sums": found.sums.as_json(found.chosen.recipe),
             "gathered_params": gathered_params_json(found.chosen.recipe, found.gathered_bytes),
+            "fp8": found.fp8 or None,
         }
         values = {**context, "rows": rows, "state": state, **kept, "chosen": _details(found.chosen)}
         sys.stdout.write(
@@ -85,7 +87,7 @@ def plan_for_gpu(name: str, recipe: Recipe, device: str, memory: str | None, as_
         return 0
     console.print(_candidates(found, rows))
     console.print(state_table(found.state))
-    for note in choice_notes(found):
+    for note in filter(None, [utilization_note(recipe.precision), *choice_notes(found)]):
         console.print(note, markup=False, soft_wrap=True)
     _print_program(console, found.chosen)
     console.print(command("train", name, found.chosen.recipe), markup=False, soft_wrap=True)
@@ -115,10 +117,9 @@ def _compiling(recipe: Recipe) -> str:
 
 
 def model_flops_utilization(candidate: Candidate) -> float:
-    """Return the model FLOPs per second of a candidate over the peak rate of its precision."""
+    """Return the model FLOPs per second of a candidate over the peak rate, `Ceilings.of_precision`."""
     assert candidate.program is not None
-    peaks = candidate.program.target.ceilings
-    peak = {"fp32": peaks.fp32, "tf32": peaks.tf32}.get(candidate.recipe.precision, peaks.half)
+    peak = candidate.program.target.ceilings.of_precision(candidate.recipe.precision)
     return candidate.flops / candidate.seconds / peak
 
 

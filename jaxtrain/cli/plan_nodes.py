@@ -22,7 +22,7 @@ from jaxtrain.cli.plan_gpu import available_memory, describe_memory
 from jaxtrain.cli.progress import show_progress
 from jaxtrain.cli.scaling_picture import draw_growths
 from jaxtrain.cli.scaling_tables import columns
-from jaxtrain.cost import GpuTarget, find_target, gpu_devices, parse_bandwidth
+from jaxtrain.cost import GpuTarget, find_target, gpu_devices, parse_bandwidth, utilization_note
 from jaxtrain.distributed import parse_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief
@@ -115,6 +115,8 @@ def plan_for_nodes(name: str, recipe: Recipe, nodes: Nodes, picture: Path | None
         )
         return 0
     console.print("memory, and bytes sent in a step over NVLink and over the network (net), in GiB per GPU")
+    if (note := utilization_note(recipe.precision)) is not None:
+        console.print(note, markup=False, soft_wrap=True)
     console.print(_table(choice.costs, choice, costs.task.unit))
     for rejected in choice.rejected:
         console.print(f"{format_mesh(rejected.mesh)}: {rejected.why}", markup=False, soft_wrap=True)

@@ -11,6 +11,7 @@ from jaxtrain.cost.data_sheets import Ceilings as Ceilings
 from jaxtrain.cost.data_sheets import ceilings as ceilings
 from jaxtrain.cost.data_sheets import find_gpu as find_gpu
 from jaxtrain.cost.data_sheets import known_ceilings as known_ceilings
+from jaxtrain.cost.data_sheets import utilization_note as utilization_note
 from jaxtrain.cost.flops import equation_flops as equation_flops
 from jaxtrain.cost.flops import flops as flops
 from jaxtrain.cost.gpu import SHARE_OF_PEAK as SHARE_OF_PEAK

@@ -38,6 +38,30 @@ class Ceilings:
         """FLOP/s of products of 8-bit floating-point operands, converted or not."""
         return self.half if self.fp8 is None else self.fp8
 
+    def of_precision(self, precision: str) -> float:
+        """FLOP/s that model FLOPs utilization is over: of 16-bit operands for all precisions but fp32 and tf32.
+
+        In those with products in 8 bits others stay in 16 bits, and over one rate their shares compare with bf16's.
+
+        Example:
+          >>> peaks = NVIDIA["NVIDIA H100 80GB HBM3"]
+          >>> [peaks.of_precision(name) / 1e12 for name in ("tf32", "bf16", "fp8")]
+          [494.0, 989.0, 989.0]
+        """
+        return {"fp32": self.fp32, "tf32": self.tf32}.get(precision, self.half)
+
+
+def utilization_note(precision: str) -> str | None:
+    """Return what model FLOPs utilization is over where products are in 8 bits; None elsewhere.
+
+    Example:
+      >>> utilization_note("bf16") is None
+      True
+    """
+    if not precision.startswith("fp8"):
+        return None
+    return "MFU is over the peak rate of 16-bit products; those in 8 bits have up to twice that rate"
+
 
 NVIDIA = {
     "NVIDIA B200": Ceilings(75e12, 1125e12, 2250e12, 8.0e12, fp8=4500e12),

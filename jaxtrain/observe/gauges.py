@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.cost import NVIDIA
+from jaxtrain.cost import NVIDIA, utilization_note
 from jaxtrain.observe.log_line import LogLine
 
 _SAMPLE_EVERY = 1.0  # seconds; NVML averages over the last second or less
@@ -28,7 +28,7 @@ class Gauges:
     Args:
       flops: Returns the FLOPs of one update on all devices; called only if the device's peak is known.
       devices: The devices of the run, those of other processes included.
-      precision: Precision of the run, which decides the peak.
+      precision: Precision of the run, which decides the peak: that of 16-bit products if some are in 8 bits.
     """
 
     def __init__(self, flops: Callable[[], float], devices: Sequence[jax.Device], precision: str) -> None:
@@ -36,6 +36,7 @@ class Gauges:
         peak = peak_flops(device, precision)
         self._ideal_step_time_s = flops() / (peak * len(devices)) if peak else None
         self._unknown = device.device_kind if peak is None and device.platform == "gpu" else None
+        self._note = None if peak is None else utilization_note(precision)
         self._gpu = GpuUtilization([d for d in devices if d.process_index == jax.process_index()])
         self._idle_lines, self._has_warned = 0, False
 
@@ -47,7 +48,13 @@ class Gauges:
         return replace(line, mfu=mfu, gpu_utilization=self._gpu.mean())
 
     def warning(self, line: LogLine) -> str | None:
-        """Return a warning, once each, of a GPU without a known peak and of one that stays idle, with the cause."""
+        """Return a warning, once each, of a GPU without a known peak and of one that stays idle, with the cause.
+
+        And a note of what the MFU is over, if products are in 8 bits.
+        """
+        if self._note is not None:
+            note, self._note = self._note, None
+            return note
         if self._unknown is not None:
             kind, self._unknown = self._unknown, None
             return f"the peak FLOP/s of {kind} are not known: the MFU of the run is not computed"
@@ -75,7 +82,7 @@ def _cause(line: LogLine) -> str:
 def peak_flops(device: jax.Device, precision: str) -> float | None:
     """Return the peak FLOP/s of a device's matrix products, from NVIDIA's data sheets; None if it is not listed."""
     rates = NVIDIA.get(device.device_kind)
-    return None if rates is None else {"fp32": rates.fp32, "tf32": rates.tf32}.get(precision, rates.half)
+    return None if rates is None else rates.of_precision(precision)
 
 
 class GpuUtilization:

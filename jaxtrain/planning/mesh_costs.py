@@ -45,7 +45,7 @@ class MeshCost:
       communication_s: Time of communication, with and without computation beside it.
       exposed_s: Time that computation waits for communication.
       units_per_s: Units of the task, such as tokens, per second on all GPUs.
-      mfu: FLOPs of the model per second over the peak rate.
+      mfu: FLOPs of the model per second over the peak rate, `Ceilings.of_precision`.
       compile_s: Time of the compilation.
     """
 
@@ -188,8 +188,7 @@ class MeshCosts:
         compute = program.product_seconds + program.traffic_seconds
         exposed = program.timeline.exposed_seconds(price)
         batch_size = rows * recipe.accumulate * data_parallel_size(mesh)
-        peaks = self.target.ceilings
-        peak_rate = {"fp32": peaks.fp32, "tf32": peaks.tf32}.get(recipe.precision, peaks.half)
+        peak_rate = self.target.ceilings.of_precision(recipe.precision)
         return MeshCost(
             mesh=dict(mesh),
             rows=rows,

@@ -16,8 +16,10 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.transforms import jaxpr
+from jaxtrain.transforms.added_products import AddedProducts
+from jaxtrain.transforms.carried_magnitudes import carry_magnitudes, is_amax_of_all
 from jaxtrain.transforms.equal_values import Equal, scan_merged
-from jaxtrain.transforms.fp8_scales import AMAX, CAST, E4M3, E5M2
+from jaxtrain.transforms.fp8_scales import AMAX, CAST, E4M3
 from jaxtrain.transforms.platform import on_gpu
 from jaxtrain.transforms.scanned import CHECKPOINTS, is_cheap
 
@@ -49,13 +51,23 @@ def fuse_casts(fn: Callable[..., Any], platform: str | None = None) -> Callable[
       >>> [str(jax.make_jaxpr(fuse_casts(scaled, p))(x)).count("= sin") for p in ("cpu", "gpu")]
       [1, 2]
     """
-    return on_gpu(fn, jaxpr.retrace(fn, lambda closed, leaves: _run(closed.jaxpr, closed.consts, leaves)), platform)
+    return on_gpu(
+        fn, jaxpr.retrace(_carrying(fn), lambda closed, leaves: _run(closed.jaxpr, closed.consts, leaves)), platform
+    )
+
+
+def _carrying(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+        del run
+        return carry_magnitudes(eqn, args, _inlined) if eqn.primitive.name == "scan" else jaxpr.bind(eqn, args)
+
+    return jaxpr.transform(fn, rule)
 
 
 def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr or the body of a scan."""
-    again, equal = _Again(), Equal()
-    gradients = set(_gradients(traced))
+    again, equal, products = _Again(), Equal(), AddedProducts(traced)
+    activations = set(_activations(traced))
     measured: set[int] = set()  # by id, of values that `equal` keeps alive
 
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
@@ -67,13 +79,19 @@ def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]
             return equal.merged(eqn, args, lambda: _cast(eqn, args, again, measured))
         if jaxpr.is_call(eqn, AMAX):
             measured.add(id(args[0]))
-            by_columns = eqn.invars[0] in gradients and again.is_norm(args[0])
+            by_columns = eqn.invars[0] not in activations and again.is_norm(args[0])
             return equal.merged(eqn, args, lambda: _largest(eqn, args, by_columns=by_columns))
-        if _is_inlined(eqn):
-            return jaxpr.evaluate_inner(eqn.params.get("call_jaxpr", eqn.params.get("jaxpr")), args, run)
+        if (inner := _inlined(eqn)) is not None:
+            products.enter(eqn, args)
+            return run(*inner, args)
         if not is_cheap(eqn) and eqn.primitive.name not in _OF_RESIDUALS:
-            return jaxpr.bind(eqn, args)
+            results = jaxpr.bind(eqn, args)
+            products.note(eqn, args, results)
+            return results
+        if (added := products.added(eqn, args)) is not None:
+            return added
         outs = equal.merged(eqn, args, lambda: jaxpr.bind(eqn, args))
+        products.note(eqn, args, outs)
         if is_cheap(eqn):
             again.note(eqn, args, outs)
         return outs
@@ -91,22 +109,17 @@ def _cast(eqn: JaxprEqn, args: list[Any], again: "_Again", measured: set[int]) -
     return lax.optimization_barrier(outs) if outs[0].dtype == E4M3 and again.is_norm(x) else outs
 
 
-def _gradients(traced: Jaxpr) -> Iterator[Any]:
-    """Yield the variables that are converted to the format of gradients."""
+def _activations(traced: Jaxpr) -> Iterator[Any]:
+    """Yield the variables that are converted to the format of activations."""
     for eqn in traced.eqns:
-        if jaxpr.is_call(eqn, CAST) and any(v.aval.dtype == E5M2 for v in eqn.outvars):  # type: ignore[attr-defined]
+        if jaxpr.is_call(eqn, CAST) and any(v.aval.dtype == E4M3 for v in eqn.outvars):  # type: ignore[attr-defined]
             yield from (v for v in eqn.invars if not isinstance(v, Literal))
         for inner in jaxpr.inner_jaxprs(eqn):
-            yield from _gradients(inner)
+            yield from _activations(inner)
 
 
 def _largest(eqn: JaxprEqn, args: list[Any], *, by_columns: bool) -> list[Any]:
-    return [_amax(args[0], by_columns=by_columns)] * len(eqn.outvars) if _is_one_number(eqn) else jaxpr.bind(eqn, args)
-
-
-def _is_one_number(eqn: JaxprEqn) -> bool:
-    """Return whether the result is one number; what is saved for a backward pass is a result a second time."""
-    return len(set(eqn.params["jaxpr"].jaxpr.outvars)) == 1 and eqn.outvars[0].aval.size == 1  # type: ignore[attr-defined]
+    return [_amax(args[0], by_columns=by_columns)] * len(eqn.outvars) if is_amax_of_all(eqn) else jaxpr.bind(eqn, args)
 
 
 def _amax(x: jax.Array, *, by_columns: bool) -> jax.Array:
@@ -119,12 +132,15 @@ def _amax(x: jax.Array, *, by_columns: bool) -> jax.Array:
     return jnp.max(parts).reshape((1,) * x.ndim)
 
 
-def _is_inlined(eqn: JaxprEqn) -> bool:
-    """Return whether a call without a barrier contains conversions, or what they convert."""
+def _inlined(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
+    """Return the jaxpr and constants of a call without a barrier that contains conversions, or what they convert."""
     name = eqn.primitive.name
     if name in CHECKPOINTS:
-        return not eqn.params["prevent_cse"]
-    return name == "closed_call" or (name in ("jit", "pjit") and any(map(_has_casts, jaxpr.inner_jaxprs(eqn))))
+        return None if eqn.params["prevent_cse"] else (eqn.params["jaxpr"], ())
+    if name == "closed_call" or (name in ("jit", "pjit") and any(map(_has_casts, jaxpr.inner_jaxprs(eqn)))):
+        closed: Any = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
+        return closed.jaxpr, closed.consts
+    return None
 
 
 def _without_barriers(eqn: JaxprEqn, args: list[Any]) -> list[Any]:

@@ -100,6 +100,11 @@ def fp8_amax(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     return jnp.max(jnp.abs(x), axis=axes, keepdims=True)
 
 
+def amax_of_all(x: jax.Array) -> jax.Array:
+    """Return the largest magnitude of an array, in its dtype."""
+    return _AMAX(x, tuple(range(x.ndim))).reshape(())
+
+
 _AMAX, _CAST = jax.jit(fp8_amax, static_argnums=1), jax.jit(fp8_cast, static_argnums=2)
 AMAX, CAST = fp8_amax.__name__, fp8_cast.__name__
 """Names of the jitted functions, by which `fuse_casts` finds them."""

@@ -37,7 +37,7 @@ def scaled_product(
       b: Second operand.
       dimension_numbers: As for `lax.dot_general`; of `tiled` operands, for a pair of tiles.
       result: Dtype of the result.
-      *bias: At most one: [1, …, 1, n] with as many axes as the result, added before rounding.
+      *bias: At most one, with as many axes as the result: [1, …, 1, n] or of the result's shape; added before rounding.
       tiled: Whether both operands have a first axis of tiles, whose scaled products are added in float32.
 
     Returns:

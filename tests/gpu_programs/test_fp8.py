@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from benchmarks.published import Llama1B
 from jaxtrain.cost import find_target
 from jaxtrain.cost.gpu import compile_for_gpu, gpu_devices
+from jaxtrain.planning.candidate import abstract_batch
+from jaxtrain.planning.gpu import gpu_program
+from jaxtrain.runner import training_step
 from jaxtrain.transforms.fp8_scales import E4M3, E5M2, Quantized
 from jaxtrain.transforms.scaled_product import scaled_product
 from tests.gpu_programs.families import FAMILIES, LAYERS, VOCABULARY, WIDTH, Settings, program
@@ -61,6 +65,26 @@ def test_all_products_with_kernels_are_in_8_bits(precision, accumulate):
     calls = {p.instruction.target for p in found.products if p.operands[0].startswith("f8")}
     assert calls == {"__cublas$lt$matmul$f8"}
     assert found.host_waits == 0
+
+
+def _llama(precision):
+    recipe = Llama1B(batch_size=16, seq_len=2048, precision=precision, remat="none")
+    task = recipe.task()
+    return gpu_program(
+        training_step(recipe, task), task.shapes().params, abstract_batch(recipe, task), rules=task.sharding
+    )
+
+
+def test_a_step_of_llama_1b_takes_three_quarters_of_the_time_in_fp8():
+    """16 layers, 16 × 2,048 tokens: the figures of docs/performance.md."""
+    bf16, fp8 = _llama("bf16"), _llama("fp8")
+    assert fp8.seconds <= 0.75 * bf16.seconds
+    assert fp8.moved_bytes <= 1.016 * bf16.moved_bytes
+    in_8_bits = [p for p in fp8.products if p.operands[0].startswith("f8")]
+    assert sum(p.times for p in in_8_bits) == 3 * 7 * 16
+    # Gradients by the rows of queries, keys and values, and of gate and up, are added in the products.
+    added = [p for p in in_8_bits if '"beta":1' in fp8.hlo.split(f"%{p.instruction.name} = ")[1].split("\n")[0]]
+    assert sum(p.times for p in added) == 3 * 16
 
 
 @pytest.mark.parametrize(

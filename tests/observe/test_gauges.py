@@ -66,6 +66,7 @@ def first_mean(gpu: GpuUtilization) -> float | None:
         ("NVIDIA A100-SXM4-80GB", "fp16", 312e12),
         ("NVIDIA A100-SXM4-80GB", "bf16_params", 312e12),
         ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12),
+        ("NVIDIA H100 80GB HBM3", "fp8_row", 989e12),
         ("NVIDIA GeForce GTX 9999", "bf16", None),
     ],
 )
@@ -87,6 +88,15 @@ def test_mfu_counts_all_devices_of_the_run():
     assert line.mfu == pytest.approx(0.5)
     assert gauges_of_gpu.warning(line) is None
     gauges_of_gpu.close()
+
+
+def test_in_8_bits_the_peak_is_named_once():
+    watched = Gauges(lambda: 989e12, [device("NVIDIA H100 80GB HBM3")], "fp8")
+    line = watched.measure(LogLine(step=1, step_time_s=2.0))
+    assert line.mfu == pytest.approx(0.5)
+    notes = [watched.warning(line) for _ in range(2)]
+    assert notes == ["MFU is over the peak rate of 16-bit products; those in 8 bits have up to twice that rate", None]
+    watched.close()
 
 
 def test_an_unknown_gpu_is_named_once():

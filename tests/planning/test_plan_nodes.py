@@ -156,13 +156,14 @@ def test_plan_nodes_chooses_the_fastest_mesh_that_fits(capsys):
 
 
 def test_plan_nodes_prints_tables_and_verdicts(capsys):
-    status, out, err = run_command(capsys, "--batch-size 128 --mesh data=8 --device h100 --nodes 1")
+    status, out, err = run_command(capsys, "--batch-size 128 --mesh data=8 --device h100 --nodes 1 --precision fp8")
     assert (status, err) == (0, "")
     lines = out.splitlines()
     assert "compiling data=8, 128 rows, remat none …" in lines
     assert "data grows, rows of a GPU fixed (weak scaling)" in lines
     assert any(line.startswith("data pays up to data=") or "is where data stops paying" in line for line in lines)
-    assert lines[-1] == "jaxtrain train digits-mlp --batch-size 128 --mesh data=8 --hidden 64"
+    assert "MFU is over the peak rate of 16-bit products; those in 8 bits have up to twice that rate" in lines
+    assert lines[-1] == "jaxtrain train digits-mlp --batch-size 128 --precision fp8 --mesh data=8 --hidden 64"
 
 
 def test_no_axis_is_broken_over_lines():
