@@ -2,7 +2,7 @@
 
 FOLDER keeps the runs; those that it has are not repeated. The curves are written to
 benchmarks/results/cpu-2-cores-fp8-curves.json and drawn in docs/images/fp8.svg, and the tests of the difference of the
-final losses are printed.
+final losses are printed. `pytest -m nightly tests/recipes/test_fp8_curves.py` does so with five seeds and short runs.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent.parent / "benchmarks/results/cpu-2-cores-fp8-curves.json"
@@ -22,14 +23,20 @@ COLORS = {"bf16": "#52525b", "fp8": "#c2410c"}
 INK = "#52525b"
 
 
-def run(folder: Path, precision: str, seed: int) -> list[tuple[int, float]]:
+def run(folder: Path, precision: str, seed: int, size: str = SIZE) -> list[tuple[int, float]]:
     """Return the validation losses of a run by step."""
     path = folder / f"{precision}-{seed}"
     if not path.exists():
-        words = f"train gpt-stdlib --precision {precision} --seed {seed} {SIZE} --out {path}".split()
+        words = f"train gpt-stdlib --precision {precision} --seed {seed} {size} --out {path}".split()
         subprocess.run([sys.executable, "-m", "jaxtrain.cli", *words], check=True)
     lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
     return [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
+
+
+def final_losses(curves: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the last losses in bf16 and in fp8."""
+    bf16, fp8 = (np.array([losses[-1][1] for losses in curves[precision]]) for precision in COLORS)
+    return bf16, fp8
 
 
 def compare(bf16: np.ndarray, fp8: np.ndarray) -> dict[str, float]:
@@ -38,15 +45,21 @@ def compare(bf16: np.ndarray, fp8: np.ndarray) -> dict[str, float]:
     Returns:
       "difference" of the means; "seed_sd", the standard deviation over the seeds of bf16; "p_permutation" of the
       difference as large in either direction if the labels of all runs were exchanged, of all divisions in two halves;
-      "paired_sd", the standard deviation of the differences of a seed.
+      "p_welch", that of Welch's t-test; "least" and "most", the ends of its 95% interval; "paired_sd",
+      the standard deviation of the differences of a seed.
     """
     runs, n, difference = np.concatenate([bf16, fp8]), len(bf16), fp8.mean() - bf16.mean()
     halves = np.array([runs[list(half)].sum() for half in combinations(range(2 * n), n)])
     exchanged = np.abs(2 * halves - runs.sum()) / n
+    welch = stats.ttest_ind(fp8, bf16, equal_var=False)
+    interval = welch.confidence_interval(0.95)
     return {
         "difference": float(difference),
         "seed_sd": float(bf16.std(ddof=1)),
         "p_permutation": float(np.mean(exchanged >= abs(difference) - 1e-12)),
+        "p_welch": float(welch.pvalue),
+        "least": float(interval.low),
+        "most": float(interval.high),
         "paired_sd": float((fp8 - bf16).std(ddof=1)),
     }
 
@@ -76,8 +89,12 @@ if __name__ == "__main__":
     from parity.attestation import environment
 
     curves = {precision: [run(Path(sys.argv[1]), precision, seed) for seed in SEEDS] for precision in COLORS}
-    bf16, fp8 = (np.array([losses[-1][1] for losses in curves[precision]]) for precision in COLORS)
-    found = {"environment": environment(), "flags": SIZE, "comparison": compare(bf16, fp8), "curves": curves}
+    found = {
+        "environment": environment(),
+        "flags": SIZE,
+        "comparison": compare(*final_losses(curves)),
+        "curves": curves,
+    }
     RESULTS.write_text(json.dumps(found) + "\n")
     draw(curves)
     print(json.dumps(found["comparison"], indent=2))

@@ -105,6 +105,7 @@ def main(args: list[str]) -> int:
                 "state": [part._asdict() for part in found.state],
                 "gradient_sums": found.sums.as_json(found.chosen.recipe),
                 "gathered_params": gathered_params_json(found.chosen.recipe, found.gathered_bytes),
+                "fp8": found.fp8 or None,
                 "command": command("train", name, found.chosen.recipe),
             }
         )

@@ -78,6 +78,7 @@ def plan_for_gpu(name: str, recipe: Recipe, device: str, memory: str | None, as_
         kept = {
             "gradient_sums": found.sums.as_json(found.chosen.recipe),
             "gathered_params": gathered_params_json(found.chosen.recipe, found.gathered_bytes),
+            "fp8": found.fp8 or None,
         }
         values = {**context, "rows": rows, "state": state, **kept, "chosen": _details(found.chosen)}
         sys.stdout.write(

@@ -102,15 +102,16 @@ def print_table(console: Console, rows: list[Row], steps: int, title: str) -> No
     """Print the rows of `steps` steps, in time per step."""
     whole = sum(row.seconds for row in rows)
     table = Table(box=box.SIMPLE_HEAD, title=Text(title), title_justify="left")
-    table.add_column("", max_width=40, no_wrap=True)
-    for heading in ("ms/step", "share", "per step"):
-        table.add_column(heading, justify="right")
+    table.add_column("", max_width=40)
+    for heading in ("ms/step", "share", "per step"):  # a narrow terminal shortens names, and not these
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("line", no_wrap=True)
     for row in rows:
         table.add_row(row.kind, *_cells(row.seconds, whole, row.count, steps), "", style="bold")
         for top in row.top:
             cells = map(Text, _cells(top.seconds, whole, top.count, steps))
-            table.add_row(Text(f"  {top.name}"), *cells, Text(top.line), style="dim")
+            name = Text(f"  {top.name}", no_wrap=True, overflow="ellipsis")
+            table.add_row(name, *cells, Text(top.line), style="dim")
     console.print(table)
 
 

@@ -100,7 +100,7 @@ def new_metadata(
     if kind is None:
         raise UserError(
             f"the moments of {first.function} are in 8 bits and in blocks of JAX's arrays, which PyTorch cannot read "
-            "unless the run started from bitsandbytes' checkpoint: export the weights only"
+            "unless the run started from bitsandbytes' checkpoint: export the weights, as --format huggingface"
         )
     matrices = [[torch.zeros(1, 1) for _ in named] for named in group_names]
     optimizer = getattr(torch.optim, kind)([{"params": p, **group} for p, group in zip(matrices, groups, strict=True)])

@@ -22,7 +22,7 @@ from jaxtrain.cost import format_bytes
 from jaxtrain.observe.curve import curve
 from jaxtrain.observe.formatting import abbreviated, format_count, format_duration
 from jaxtrain.observe.live import LivePanel
-from jaxtrain.observe.log_line import LogLine
+from jaxtrain.observe.log_line import LOSS_SCALES, LogLine
 
 
 class ProgressView(Protocol):
@@ -190,12 +190,15 @@ def format_row(row: Mapping[str, str]) -> str:
 def _numbers(line: LogLine) -> list[str]:
     """Format the numbers that the line holds: a user's own loop may measure only some."""
     shares = {"MFU": line.mfu, "GPU": line.gpu_utilization}
+    numbers = {name: value for name, value in line.other.items() if isinstance(value, int | float)}
+    of_layers = [numbers.pop(name) for name in [*numbers] if name.startswith(LOSS_SCALES)]
     parts = [
         None if line.loss is None else f"loss {line.loss:.3f}",
-        *(f"{name} {value:.4g}" for name, value in line.other.items() if isinstance(value, int | float)),
+        *(f"{name} {value:.4g}" for name, value in numbers.items()),
         None if line.lr is None else f"lr {line.lr:.1e}",
         None if line.grad_norm is None else f"grad {line.grad_norm:.2f}",
         None if line.loss_scale in (None, 1) else f"scale {line.loss_scale:g}",
+        f"layer scales {min(of_layers):g} to {max(of_layers):g}" if of_layers else None,
         f"skipped {line.skipped}" if line.skipped else None,
         f"{format_count(line.throughput.per_s)} {line.throughput.unit}/s" if line.throughput else None,
         *(f"{name} {value:.0%}" for name, value in shares.items() if value is not None),

@@ -30,8 +30,8 @@ from jaxtrain.planning.gathered_params import gathered_bytes, gathered_params_no
 from jaxtrain.planning.gpu import window_shapes
 from jaxtrain.planning.gradient_sums import GradientSums, gradient_sums, gradient_sums_note
 from jaxtrain.planning.state_parts import StatePart, state_parts
-from jaxtrain.run import Recipe, Task, abstract_batch
-from jaxtrain.runner import check_settings, training_step
+from jaxtrain.run import Recipe, Task, abstract_batch, run_policy
+from jaxtrain.runner import check_settings, fp8_products, training_step
 
 REMATS = ("none", "dots", "full")
 """Settings of rematerialization, from the fastest to the one with the least memory."""
@@ -54,6 +54,7 @@ class Plan:
       state: The parts of the state of the recipe as given, on one device.
       sums: The bytes of the gradients of a window on one device.
       gathered_bytes: The bytes of the parameters that a device keeps for a window with `reshard_after="window"`.
+      fp8: Which kernels are in 8 bits in the recipe as given, and which are not; "" unless its precision has any.
     """
 
     memory: int
@@ -63,6 +64,7 @@ class Plan:
     state: Sequence[StatePart] = ()
     sums: GradientSums = NO_SUMS
     gathered_bytes: int = 0
+    fp8: str = ""
 
     def fits(self, candidate: Candidate) -> bool:
         """Return whether a candidate fits into memory."""
@@ -107,6 +109,7 @@ def plan(
             f"{format_bytes(least_bytes)}: "
             "make the model smaller, or give it more memory"
         )
+    fp8 = _fp8(recipe, task)
     search = _Search(recipe, task, memory, on_compile, devices, target)
     own = search.compile(recipe)
     for precision in precisions or (recipe.precision, *_alternatives(recipe)):
@@ -139,6 +142,7 @@ def plan(
         state=state,
         sums=sums,
         gathered_bytes=gathered,
+        fp8=fp8,
     )
 
 
@@ -169,6 +173,13 @@ def _state(recipe: Recipe, task: Task, devices: Sequence[Any] | None) -> tuple[l
     return state_parts(state, step.parts.frozen), sums, gathered
 
 
+def _fp8(recipe: Recipe, task: Task) -> str:
+    if run_policy(recipe).fp8 is None:
+        return ""
+    state = abstract_state(training_step(recipe, task), task)
+    return fp8_products(task, state, abstract_batch(recipe, task), recipe)["fp8"]
+
+
 def candidate_rows(found: Plan) -> Iterator[dict[str, Any]]:
     """Yield a table row for each candidate; `relative_time` is relative to the recipe as given."""
     own = found.candidates[0]
@@ -191,7 +202,7 @@ def candidate_rows(found: Plan) -> Iterator[dict[str, Any]]:
 def choice_notes(found: Plan) -> list[str]:
     """Return notes about the choice that the table does not show."""
     own, chosen = found.candidates[0], found.chosen
-    notes = []
+    notes = [f"fp8: {found.fp8}"] if found.fp8 else []
     if found.batch_norm and chosen.recipe.accumulate != own.recipe.accumulate:
         notes.append(
             f"BatchNorm computes statistics per micro-batch: over {chosen.micro_batch} examples "

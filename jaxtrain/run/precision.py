@@ -15,7 +15,7 @@ def run_policy(recipe: Recipe) -> Policy:
       recipe: The settings of the run.
 
     Raises:
-      UserError: `fp8_exclude` is empty, or given without an fp8 precision.
+      UserError: A pattern of `fp8_exclude` is empty, or it is given without an fp8 precision.
 
     Example:
       >>> run_policy(Recipe(precision="fp8", fp8_exclude="head/*, wte/*")).fp8.exclude
@@ -28,4 +28,9 @@ def run_policy(recipe: Recipe) -> Policy:
         raise UserError(
             f"fp8_exclude {recipe.fp8_exclude!r} has no effect in {recipe.precision}: use it with --precision fp8"
         )
-    return replace(chosen, fp8=replace(chosen.fp8, exclude=Matching.of(recipe.fp8_exclude).patterns))
+    patterns = Matching.of(recipe.fp8_exclude).patterns
+    if not all(patterns):
+        raise UserError(
+            f"fp8_exclude {recipe.fp8_exclude!r} has an empty pattern: use patterns such as 'head/*', or leave it out"
+        )
+    return replace(chosen, fp8=replace(chosen.fp8, exclude=patterns))

@@ -23,6 +23,7 @@ from jaxtrain.runner.optimizer import schedule_call as schedule_call
 from jaxtrain.runner.optimizer import state_shapes as state_shapes
 from jaxtrain.runner.optimizer import training_step as training_step
 from jaxtrain.runner.preflight import check_settings as check_settings
+from jaxtrain.runner.preflight import fp8_products as fp8_products
 from jaxtrain.runner.preflight import read_recipe as read_recipe
 from jaxtrain.runner.preflight import stored_recipe as stored_recipe
 from jaxtrain.runner.resume import check_resumed as check_resumed

@@ -130,7 +130,8 @@ def _numbers(name: str, metric: np.ndarray) -> list[tuple[str, float]]:
 def _other_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
     """Return the last scales of layers, and the means of the loss_fn's metrics."""
     last = steps[-1]
-    means = {name: float(np.mean([m[name] for m in steps if name in m])) for name in last.keys() - STEP_METRICS}
+    names = [name for name in last if name not in STEP_METRICS]
+    means = {name: float(np.mean([m[name] for m in steps if name in m])) for name in names}
     return means | {name: value for name, value in last.items() if name.startswith(LOSS_SCALES)}
 
 

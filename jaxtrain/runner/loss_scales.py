@@ -10,7 +10,7 @@ import optax
 from jaxtrain.optim import Call, build_expression, parse_expression
 from jaxtrain.run import Recipe, Task, abstract_batch
 from jaxtrain.step import dynamic_loss_scale, per_layer_loss_scale, static_loss_scale, validated
-from jaxtrain.transforms import count_blocks
+from jaxtrain.transforms import count_blocks, require_blocks
 
 SCALES: dict[str, Callable[..., optax.GradientTransformation]] = {
     "dynamic_loss_scale": dynamic_loss_scale,
@@ -21,31 +21,38 @@ SCALES: dict[str, Callable[..., optax.GradientTransformation]] = {
 
 def loss_scale(recipe: Recipe) -> Any:
     """Build the recipe's loss scale, of one block if the expression does not say of how many; None for the default."""
-    return _built(recipe, lambda: 1)
+    return _built(recipe, lambda given: 1 if given is None else given)
 
 
 def step_loss_scale(recipe: Recipe, task: Task) -> Any:
-    """Build the loss scale of a recipe's step, of as many blocks as the task's model has; None for the default."""
-    return _built(recipe, lambda: _blocks(recipe, task))
+    """Build the loss scale of a recipe's step, of as many blocks as the task's model has; None for the default.
+
+    Raises:
+      UserError: The model has no marked blocks, or not as many as the expression says.
+    """
+
+    def blocks(given: int | None) -> int:
+        found = _blocks(recipe, task)
+        require_blocks(found if given is None else given, found)
+        return found
+
+    return _built(recipe, blocks)
 
 
-def _built(recipe: Recipe, blocks: Callable[[], int]) -> Any:
+def _built(recipe: Recipe, blocks: Callable[[int | None], int]) -> Any:
     if recipe.loss_scale is None:
         return None
     expression = parse_expression(recipe.loss_scale)
-    if (
-        isinstance(expression, Call)
-        and expression.function == "per_layer_loss_scale"
-        and "blocks" not in expression.arguments
-    ):
-        expression = replace(expression, arguments={"blocks": blocks(), **expression.arguments})
+    if isinstance(expression, Call) and expression.function == "per_layer_loss_scale":
+        given = expression.arguments.get("blocks")
+        expression = replace(expression, arguments={**expression.arguments, "blocks": blocks(given)})
     return build_expression(expression, SCALES, {})
 
 
 def _blocks(recipe: Recipe, task: Task) -> int:
-    """Count the marked blocks of the model of a task; at least one, so that the step reports that there are none."""
+    """Count the marked blocks of the model of a task."""
     initial = jax.eval_shape(task.create)
     compute = validated(task.loss_fn, differentiable=True)
     key = jax.eval_shape(lambda: jax.random.key(recipe.seed))
     batch = abstract_batch(recipe, task)
-    return max(1, count_blocks(compute, initial.params, batch, key, initial.model_state))
+    return count_blocks(compute, initial.params, batch, key, initial.model_state)

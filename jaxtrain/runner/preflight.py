@@ -103,6 +103,7 @@ def check_settings(recipe: Recipe) -> None:
             f"batch_size {recipe.batch_size} is not divisible by accumulate {recipe.accumulate}: "
             f"use a multiple of {recipe.accumulate}"
         )
+    run_policy(recipe)
     if recipe.watch_precision and recipe.precision in ("fp32", "tf32", "fp8_delayed"):
         raise UserError(
             f"watch_precision {recipe.watch_precision} measures what 16 or 8 bits lose, which is not supported for "
@@ -253,14 +254,24 @@ def describe(
         **arrays,
         "parameters": f"{count:,} in {dtypes}, {size / 2**20:.1f} MiB" + (f", {held:,} frozen" if held else ""),
         **average,
-        **_fp8_products(task, state, batch, recipe),
+        **fp8_products(task, state, batch, recipe),
         **sharding,
         "effective batch": str(effective).removeprefix("effective batch "),
     }
 
 
-def _fp8_products(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe: Recipe) -> dict[str, str]:
-    """Return which kernels are in 8 bits. Raises `UserError` for a pattern of excluded ones that matches none."""
+def fp8_products(task: Task, state: TrainState, batch: dict[str, Any], recipe: Recipe) -> dict[str, str]:
+    """Return which kernels are in 8 bits, as a fact with its name; nothing if the precision has none.
+
+    Args:
+      task: The task.
+      state: The state, or its shapes.
+      batch: A batch, or its shapes.
+      recipe: The settings.
+
+    Raises:
+      UserError: A pattern of excluded kernels matches none.
+    """
     numerics = run_policy(recipe)
     if numerics.fp8 is None:
         return {}

@@ -10,6 +10,7 @@ from jaxtrain.transforms import quantized_kernel as quantized_kernel
 from jaxtrain.transforms import scaled_product as scaled_product
 from jaxtrain.transforms.bias import biased_products as biased_products
 from jaxtrain.transforms.block_scales import BlockValues as BlockValues
+from jaxtrain.transforms.block_scales import require_blocks as require_blocks
 from jaxtrain.transforms.block_scales import scale_blocks as scale_blocks
 from jaxtrain.transforms.blocks import at_blocks as at_blocks
 from jaxtrain.transforms.blocks import count_blocks as count_blocks

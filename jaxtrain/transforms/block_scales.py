@@ -92,7 +92,7 @@ def scale_blocks(
         trained = _trained(params, frozen)
 
         def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
-            _require_blocks(scales.scale.shape[0], blocks.count(closed.jaxpr))
+            require_blocks(scales.scale.shape[0], blocks.count(closed.jaxpr))
             values = [_differentiated(x) if i in trained else x for i, x in enumerate(leaves)]
             outs = blocks.evaluate(closed, values, (scales, probes), visit)
             return [_used(x) for x in outs]
@@ -102,7 +102,8 @@ def scale_blocks(
     return computed
 
 
-def _require_blocks(given: int, found: int) -> None:
+def require_blocks(given: int, found: int) -> None:
+    """Raise `UserError` unless a program has as many marked blocks, at least one, as there are scales."""
     if found == 0:
         raise UserError("per_layer_loss_scale: no layer of the program is marked: mark layers with jaxtrain.block")
     if given != found:

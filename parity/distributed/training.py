@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from parity.case import Case
+from parity.settings import fp8_policy
 
 if TYPE_CHECKING:
     from jaxtrain.distributed import Rules
@@ -30,7 +31,8 @@ class Training:
     the weight. `scaling` is the loss scale in any precision; None uses the default scale in fp16 only.
 
     Raises:
-      UserError: The mesh shards by `tensor`.
+      UserError: The mesh shards by `tensor`; or the precision is an fp8 one, whose scales are those of all devices here
+        and those of a rank in PyTorch.
     """
 
     case: Callable[[], Case]
@@ -48,3 +50,8 @@ class Training:
 
         if parse_mesh(self.mesh)[TENSOR] > 1:
             raise UserError(f"mesh {self.mesh!r} shards layers, for which PyTorch has no wrapper: leave tensor out")
+        if fp8_policy(self.precision) is not None:
+            raise UserError(
+                f"precision {self.precision!r} has the scales of all devices, in PyTorch each rank has its own: "
+                "use fp64, fp32, bf16 or fp16"
+            )

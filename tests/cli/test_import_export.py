@@ -239,6 +239,7 @@ BAD = {
     "import-torch good.pt --model digits-mlp --hidden 8 --schedule ramp": "schedule 'ramp' is unknown",
     "import-torch bad.pt --model digits-mlp --hidden 8": "1.weight contains inf or NaN",
     "import-torch good.pt --model digits-mlp --hidden 8 --out a_file": "a_file is a file",
+    "import-torch good.pt --model digits-mlp --hidden 8 --fp8-exclude layers/1/*": "has no effect in fp32",
     "export": "a run folder is required",
     "export nowhere": "nowhere holds no run",
     "train digits-mlp --optimizer sdg": "function 'sdg' is unknown",
@@ -246,6 +247,7 @@ BAD = {
     "train digits-mlp --optimizer adamw(b2=print(x=1))": "function 'print' is unknown",
     "train digits-mlp --optimizer adamw(": "is not an expression",
     "train digits-mlp --schedule step_lr(lr=0.1)": "step_lr needs step_size",
+    "train digits-mlp --precision fp8 --fp8-exclude layers/0/*,": "has an empty pattern",
     "train digits-mlp --loss-scale huge": "function 'huge' is unknown",
 }
 

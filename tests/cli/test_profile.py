@@ -5,8 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from jaxtrain.cli import main
+from jaxtrain.cli.profile import print_table
+from jaxtrain.profile.trace import Row, Top
 
 SMALL = "--hidden 32 --batch-size 16 --log-every 2 --eval-every 4 --save-every 4"
 
@@ -35,6 +38,16 @@ def test_a_run_is_profiled_during_training_and_afterwards(capsys):
     assert len([*Path("run/profile").rglob("*.xplane.pb")]) == 2
     steps = [json.loads(line)["step"] for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert steps == [0, 2, 4, 6, 8]
+
+
+def test_long_names_of_operations_hide_no_number(capsys):
+    longest = Top("multiply_convert_fusion" * 9, "attention/formula.py:108", 0.125, 3)
+    rows = [Row("elementwise", 0.5, 1.0, 7, [longest])]
+    print_table(Console(width=80), rows, 1, "title")
+    lines = capsys.readouterr().out.splitlines()
+    (own,) = [line for line in lines if "multiply_" in line]
+    assert "…   125.000    25.0%          3   attention/formula.py:108" in own
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_trace_without_operations_is_replaced_by_an_estimate(capsys, monkeypatch):

@@ -164,3 +164,10 @@ def test_a_user_written_loop_may_log_only_some_numbers(terminal):
         for step in (1, 2):
             progress.advance(step, {"step": step, "loss": 1.5, "mine": 7.0})
     assert "loss 1.5" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+
+
+def test_the_loss_scales_of_many_layers_are_a_range_in_a_line():
+    console = Console(RichConsole(file=io.StringIO(), width=100))
+    with console.progress(0, 2, "tokens") as view:
+        view.advance(1, {"step": 1, "loss_scale": 8.0, "mine": 3, **{f"loss_scales/{i}": 2.0**i for i in range(24)}})
+    assert "step 1/2  mine 3  scale 8  layer scales 1 to 8.38861e+06  " in console.rich.file.getvalue()

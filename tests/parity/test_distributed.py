@@ -146,6 +146,12 @@ def test_a_mesh_without_counterpart_in_ddp_raises():
         Training(OVERFLOW, "data=2,tensor=2")
 
 
+@pytest.mark.parametrize("precision", ["fp8", "fp64_fp8_delayed"])
+def test_precisions_whose_scales_are_those_of_a_rank_in_pytorch_raise(precision):
+    with pytest.raises(UserError, match=rf"precision '{precision}' has the scales of all devices, .* use fp64, fp32"):
+        Training(OVERFLOW, "data=2", precision=precision)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("key", [key for key in ON_TWO if "fp16" not in key], ids=" ".join)
 def test_larger_models_on_two_devices_equal_two_ranks_of_pytorch(on_two, key):

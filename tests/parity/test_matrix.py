@@ -1,6 +1,7 @@
 """Every feature is combined with every other: precision, accumulation, remat, clipping, dropout and model.
 
-`CELLS` holds every pair of levels of any two factors; every other combination is nightly.
+`CELLS` holds every pair of levels of any two factors; every other combination is nightly, and so are `FP8_CELLS`, the
+pairs with products in 8 bits.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ import torch
 from parity import check, torch_side
 from parity.case import Case
 from parity.cases import cnn_bn, gpt2, mlp
+from parity.settings import EXACT, FP8
 
 STEPS = 5
 
@@ -48,6 +50,10 @@ CELLS = [
     Cell("fp16", 1, "none", False, 0.1, "cnn-bn"),
     Cell("fp16", 1, "dots", True, 0.0, "gpt2"),
 ]
+FP8_CELLS = [
+    Cell(EXACT + precision, (1, 4)[(i + j) % 2], remat, (j + i // 2) % 2 == 0, (0.0, 0.1)[(i + j // 2) % 2], "gpt2")
+    for (i, precision), (j, remat) in itertools.product(enumerate(FP8), enumerate(LEVELS[2]))
+]
 LOSS_FACTORS = {"mlp": 32, "cnn-bn": 8, "gpt2": 32}
 """Factors of the losses in fp16, with which the first loss scales overflow."""
 
@@ -71,6 +77,8 @@ def pairs(cell: Cell) -> set[tuple[tuple[int, object], ...]]:
 def test_every_pair_of_levels_is_in_a_cell() -> None:
     assert len(ALL) == 288
     assert set().union(*map(pairs, CELLS)) == set().union(*map(pairs, ALL))
+    in_fp8 = itertools.starmap(Cell, itertools.product([EXACT + name for name in FP8], *LEVELS[1:-1], ["gpt2"]))
+    assert set().union(*map(pairs, FP8_CELLS)) == set().union(*map(pairs, in_fp8))
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -86,7 +94,10 @@ def test_the_fp16_cells_skip_some_steps_and_apply_others(name: str, accumulate: 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(cell, id=str(cell), marks=[] if cell in CELLS else [pytest.mark.nightly]) for cell in ALL],
+    [
+        pytest.param(cell, id=str(cell), marks=[] if cell in CELLS else [pytest.mark.nightly])
+        for cell in (*ALL, *FP8_CELLS)
+    ],
 )
 def test_jax_trains_as_pytorch_does(cell: Cell, record_property: Callable[[str, object], None]) -> None:
     case = CASES[cell.case](dropout=cell.dropout)

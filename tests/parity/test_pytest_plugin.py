@@ -34,6 +34,25 @@ def test_plain():
 """
 
 
+IN_FP8 = """
+import pytest
+from parity.mutants.fp8 import perceptron
+
+@pytest.mark.parity(precision=["fp8", "fp8_delayed", "fp64_fp8_delayed"], accumulate=2, steps=3)
+def test_held():
+    return perceptron()
+"""
+
+
+@pytest.mark.nightly
+def test_products_in_8_bits_are_checked_too(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(IN_FP8)
+    ran = pytester.runpytest_subprocess("-n0", "-p", "no:cacheprovider")
+    ran.assert_outcomes(passed=1)
+    ran.stdout.fnmatch_lines(["perceptron*fp8 *k=2*held", "perceptron*fp8_delayed*k=2*held"])
+    ran.stdout.fnmatch_lines(["perceptron*fp64_fp8_delayed*k=2*gradients*held"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.nightly), "2"])
 def test_marked_tests_are_checked_and_summarized(pytester: pytest.Pytester, workers: str) -> None:

@@ -168,6 +168,14 @@ def test_a_note_reports_batch_norm():
     assert choice_notes(dataclasses.replace(found, chosen=own)) == []
 
 
+def test_a_note_reports_which_kernels_are_in_8_bits():
+    recipe = dataclasses.replace(RECIPE, precision="fp8", hidden=32)
+    own = Candidate(recipe, 10, 5, 1, 1.0, 0.0)
+    found = planning.Plan(10, [own], own, batch_norm=False, fp8=planning._fp8(recipe, recipe.task()))
+    assert choice_notes(found) == ["fp8: 1 kernel; not in 8 bits: layers/1/kernel (32×10 is not a multiple of 16)"]
+    assert planning._fp8(RECIPE, RECIPE.task()) == ""
+
+
 def test_notes_report_gradient_sums_and_gathered_parameters_on_fsdp():
     def notes(**settings):
         recipe = dataclasses.replace(RECIPE, mesh="fsdp=4", **settings)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner import interval
 from jaxtrain.runner.loss_scales import loss_scale, step_loss_scale
@@ -86,7 +87,18 @@ def test_the_blocks_of_a_per_layer_loss_scale_are_counted(tmp_path):
         return step_loss_scale(recipe, recipe.task()).init(None)
 
     assert len(state("per_layer_loss_scale(underflow=0.001)").blocks.scale) == 3
-    assert len(state("per_layer_loss_scale(blocks=2)").blocks.scale) == 2
+    assert len(state("per_layer_loss_scale(blocks=3)").blocks.scale) == 3
+    with pytest.raises(UserError, match="has blocks=2, but the program has 3: use blocks=3"):
+        state("per_layer_loss_scale(blocks=2)")
+    images = dataclasses.replace(RECIPES["digits-mlp"], loss_scale="per_layer_loss_scale()")
+    with pytest.raises(UserError, match="no layer of the program is marked"):
+        step_loss_scale(images, images.task())
+
+
+def test_loss_scales_of_layers_are_logged_in_their_order():
+    scales = {f"loss_scales/{i}": 2.0**i for i in range(12)}
+    logged = interval._other_metrics([{"loss": 1.0, **dict.fromkeys(scales, 1.0)}, {"loss": 1.0, **scales}])
+    assert [*logged.items()] == [*scales.items()]
 
 
 def test_learning_rates_of_groups_are_logged():
