@@ -184,7 +184,8 @@ def _copies_of_the_window_before() -> Iterator[None]:
         yield
 
 
-def _unclipped(x: jax.Array, dtype: Any, scale: jax.Array) -> Quantized:
+def _unclipped(x: jax.Array, dtype: Any, scale: jax.Array, *, hides_inf: bool = True) -> Quantized:
+    del hides_inf
     return Quantized((x.astype(np.float32) * scale).astype(dtype), scale)
 
 
