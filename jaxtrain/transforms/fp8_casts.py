@@ -22,6 +22,7 @@ from jaxtrain.transforms.equal_values import Equal, scan_merged
 from jaxtrain.transforms.fp8_scales import AMAX, CAST, E4M3
 from jaxtrain.transforms.platform import on_gpu
 from jaxtrain.transforms.scanned import CHECKPOINTS, is_cheap
+from jaxtrain.transforms.shared_scales import SharedScales
 
 _MOST = 3
 """Times its size that the computation of an array may read: as often it would be written and read otherwise."""
@@ -64,19 +65,26 @@ def _carrying(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jaxpr.transform(fn, rule)
 
 
-def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any], shared: SharedScales | None = None) -> list[Any]:
     """Evaluate a jaxpr or the body of a scan."""
+    if shared is None:
+        shared = SharedScales()
+        results = _run(traced, consts, args, shared)
+        return _run(traced, consts, args, _Unshared()) if shared.lose(results) else results
     again, equal, products = _Again(), Equal(), AddedProducts(traced)
     activations = set(_activations(traced))
     measured: set[int] = set()  # by id, of values that `equal` keeps alive
 
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+        args = shared.operands(eqn, args)
         if not eqn.outvars:  # what differentiation leaves of a function whose results are known
             return []
         if eqn.primitive.name == "scan":
             return scan_merged(eqn, args, _run)
         if jaxpr.is_call(eqn, CAST):
-            return equal.merged(eqn, args, lambda: _cast(eqn, args, again, measured))
+            return _shared(
+                eqn, args, shared, lambda: equal.merged(eqn, args, lambda: _cast(eqn, args, again, measured))
+            )
         if jaxpr.is_call(eqn, AMAX):
             measured.add(id(args[0]))
             by_columns = eqn.invars[0] not in activations and again.is_norm(args[0])
@@ -91,12 +99,28 @@ def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]
         if (added := products.added(eqn, args)) is not None:
             return added
         outs = equal.merged(eqn, args, lambda: jaxpr.bind(eqn, args))
+        shared.follow(args, outs)
         products.note(eqn, args, outs)
         if is_cheap(eqn):
             again.note(eqn, args, outs)
         return outs
 
     return jaxpr.interpret(traced, consts, args, rule)
+
+
+def _shared(eqn: JaxprEqn, args: list[Any], shared: SharedScales, cast: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    i = max((0, 1), key=lambda i: args[i].size)
+    found = shared.converted(args[i], args[1 - i], eqn.outvars[0].aval.dtype)  # type: ignore[attr-defined]
+    if found is not None:
+        return found
+    outs = cast()
+    shared.note(args[i], args[1 - i], outs)
+    return outs
+
+
+class _Unshared(SharedScales):
+    def converted(self, x: Any, scale: Any, dtype: Any) -> None:
+        """Convert by every scale."""
 
 
 def _cast(eqn: JaxprEqn, args: list[Any], again: "_Again", measured: set[int]) -> list[Any]:

@@ -24,8 +24,7 @@ def gradient_format(fp8: Fp8) -> Any:
 def by_given_scale(x: jax.Array, dtype: Any, scale: jax.Array) -> Quantized:
     """Quantize an array with a scale that does not follow from it; an inf becomes NaN."""
     # TransformerEngine's conversions saturate inf too, which hides it.
-    visible = jnp.where(jnp.isinf(x), jnp.full_like(x, jnp.nan), x)
-    return scaled(visible, dtype, scale.reshape((1,) * x.ndim))
+    return scaled(x, dtype, scale.reshape((1,) * x.ndim), hides_inf=False)
 
 
 def along_features(fp8: Fp8, x: jax.Array, dtype: Any) -> Quantized:

@@ -134,13 +134,14 @@ class Product(NamedTuple):
             quantized = QuantizedKernel.joined(self.fp8, copied)
         else:
             quantized = quantize_kernel(self.fp8, kernel, None if scale is None else scale[1])
+        amax = None if scale is None else _amax(x)  # before x is converted, for `fuse_casts`
         rows = along_features(self.fp8, x, E4M3) if scale is None else by_given_scale(x, E4M3, scale[0])
         out = self._by_features(rows, quantized.columns, 0, self.result, *bias)
         # One scale, whatever the sum is over, or others.
         of_x = in_groups(rows, self.split) if self.fp8.is_per_tensor else along_rows(self.fp8, x, E4M3, self.split)
-        if scale is None or quantized.amax is None:
+        if scale is None or amax is None or quantized.amax is None:
             return out, Residuals(of_x, quantized.of_backward())
-        return out, Residuals(of_x, quantized.columns, (scale[2], jnp.stack([_amax(x), quantized.amax])))
+        return out, Residuals(of_x, quantized.columns, (scale[2], jnp.stack([amax, quantized.amax])))
 
     def backward(self, residuals: Residuals, gradient: jax.Array) -> tuple[Any, ...]:
         """Return the gradients by the operands; those by kernel and bias [groups, …] if rows are split."""
@@ -152,8 +153,8 @@ class Product(NamedTuple):
             by_features = along_features(self.fp8, gradient, dtype)
         else:
             scale, amax = residuals.delayed
-            by_features = by_given_scale(gradient, dtype, scale)
             of_scales = [jnp.zeros_like(scale, shape=(3,)), jnp.append(amax, _amax(gradient))]
+            by_features = by_given_scale(gradient, dtype, scale)
         if self.fp8.is_per_tensor:
             by_rows = in_groups(by_features, self.split)
         else:

@@ -80,14 +80,17 @@ def quantize(x: jax.Array, dtype: Any, axes: tuple[int, ...], *, power_of_two: b
     return scaled(x, dtype, scale)
 
 
-def scaled(x: jax.Array, dtype: Any, scale: jax.Array) -> Quantized:
+def scaled(x: jax.Array, dtype: Any, scale: jax.Array, *, hides_inf: bool = True) -> Quantized:
     """Quantize an array with scales, with as many axes as it has."""
-    return Quantized(_CAST(x, scale, dtype), scale)
+    return Quantized(_CAST(x, scale, dtype, hides_inf), scale)
 
 
-def fp8_cast(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+def fp8_cast(x: jax.Array, scale: jax.Array, dtype: Any, hides_inf: bool) -> jax.Array:
     """Multiply by scales and convert."""
-    return convert(x.astype(np.float32) * scale, dtype)
+    wide = x.astype(np.float32)
+    product = wide * scale
+    # A selection would keep XLA:GPU from computing x in the kernel that converts it. 0 is subtracted, or NaN.
+    return convert(product if hides_inf else saturated(product, dtype) - (wide - wide), dtype)
 
 
 def largest_magnitude(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -105,7 +108,7 @@ def amax_of_all(x: jax.Array) -> jax.Array:
     return _AMAX(x, tuple(range(x.ndim))).reshape(())
 
 
-_AMAX, _CAST = jax.jit(fp8_amax, static_argnums=1), jax.jit(fp8_cast, static_argnums=2)
+_AMAX, _CAST = jax.jit(fp8_amax, static_argnums=1), jax.jit(fp8_cast, static_argnums=(2, 3))
 AMAX, CAST = fp8_amax.__name__, fp8_cast.__name__
 """Names of the jitted functions, by which `fuse_casts` finds them."""
 
@@ -117,8 +120,13 @@ def convert(x: jax.Array, dtype: Any) -> jax.Array:
       >>> convert(jnp.array([500.0, -1e9, jnp.nan]), E4M3).tolist()
       [448.0, -448.0, nan]
     """
+    return saturated(x.astype(np.float32), dtype).astype(dtype)
+
+
+def saturated(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return float32 numbers, those beyond the range of a format replaced by its largest."""
     largest = np.float32(jnp.finfo(dtype).max)
-    return lax.clamp(-largest, x.astype(np.float32), largest).astype(dtype)
+    return lax.clamp(-largest, x, largest)
 
 
 def dequantize(x: Quantized) -> jax.Array:
