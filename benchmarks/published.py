@@ -5,7 +5,7 @@ mistralai/Mixtral-8x7B-v0.1. All tokens are 0.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +13,7 @@ from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.models import Llama, LlamaConfig, Mixtral, MixtralConfig, functional, llama, mixtral
+from jaxtrain.run import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class Published(jt.Recipe):
     """A decoder of published sizes."""
 
     batch_size: int = 512
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_compute", "bf16_params"] = "bf16_compute"
+    precision: Precision = "bf16_compute"
     seq_len: int = 8192
     """Tokens of a row."""
     num_hidden_layers: int = 32

@@ -13,6 +13,7 @@ from jaxtrain.run.media import encode_media as encode_media
 from jaxtrain.run.media import png as png
 from jaxtrain.run.media import split_media as split_media
 from jaxtrain.run.precision import run_policy as run_policy
+from jaxtrain.run.recipe import Precision as Precision
 from jaxtrain.run.recipe import Recipe
 from jaxtrain.run.reference import file_of as file_of
 from jaxtrain.run.reference import is_reference as is_reference

@@ -9,6 +9,22 @@ import optax
 from jaxtrain.errors import UserError
 from jaxtrain.run.task import Task
 
+Precision = Literal[
+    "fp32",
+    "tf32",
+    "bf16",
+    "fp16",
+    "bf16_compute",
+    "bf16_params",
+    "bf16_params_stochastic",
+    "bf16_params_kahan",
+    "fp8",
+    "fp8_delayed",
+    "fp8_row",
+    "fp8_block",
+]
+"""The precisions of a run."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -47,20 +63,7 @@ class Recipe:
     """Peak learning rate."""
     accumulate: int = 1
     """Number of micro-batches per update, processed one after another to save memory."""
-    precision: Literal[
-        "fp32",
-        "tf32",
-        "bf16",
-        "fp16",
-        "bf16_compute",
-        "bf16_params",
-        "bf16_params_stochastic",
-        "bf16_params_kahan",
-        "fp8",
-        "fp8_delayed",
-        "fp8_row",
-        "fp8_block",
-    ] = "fp32"
+    precision: Precision = "fp32"
     """Dtype of matrix products and convolutions, and with bf16_compute and bf16_params of all activations; parameters
     are float32, except with bf16_params, which rounds them to nearest, stochastically or with Kahan compensation. In
     fp8 only products with a kernel are in 8 bits, all others in bf16."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from parity.bars import FIRST_BAR, LAST_BAR, RATIO_BAR
+from parity.bars import FIRST_BAR, FP8_RATIO_BAR, LAST_BAR, RATIO_BAR
 from parity.divergence import Divergence
 from parity.report.result import Result
 
@@ -14,7 +14,7 @@ def bars() -> str:
     """Return the bars of a check in one line."""
     return (
         f"fp64: within {FIRST_BAR:.0e} of PyTorch after one update, {LAST_BAR:.0e} after the last. "
-        f"Lower: at most {RATIO_BAR:g} times as far from float64 as PyTorch."
+        f"Lower: at most {RATIO_BAR:g} times as far from float64 as PyTorch, in fp8 {FP8_RATIO_BAR:g} times."
     )
 
 

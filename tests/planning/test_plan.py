@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from benchmarks.published import Llama1B, Llama8B, Llama70B, Mixtral8x7B
 from jaxtrain.cli import train
 from jaxtrain.cost.byte_amounts import format_bytes, parse_bytes
 from jaxtrain.cost.data_sheets import CPU, ceilings
@@ -29,7 +31,7 @@ from jaxtrain.planning.gradient_sums import GradientSums
 from jaxtrain.planning.plan import Candidate, choice_notes, plan
 from jaxtrain.recipes import RECIPES
 from jaxtrain.recipes.command import command
-from jaxtrain.run import Task
+from jaxtrain.run import Recipe, Task
 from jaxtrain.runner.optimizer import training_step
 
 MIB = 2**20
@@ -373,3 +375,9 @@ def test_the_predicted_peaks_of_many_recipes_match_the_measured_ones():
     ]
     for (name, settings), found in zip(cases, measure_peaks(*cases), strict=True):
         assert abs(found["predicted"] / found["measured"] - 1) < 0.1, (name, settings, found)
+
+
+def test_published_recipes_are_planned_in_every_precision():
+    precision = get_type_hints(Recipe)["precision"]
+    for recipe in (Llama1B, Llama8B, Llama70B, Mixtral8x7B):
+        assert get_type_hints(recipe)["precision"] == precision
