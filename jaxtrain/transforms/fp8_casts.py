@@ -42,7 +42,8 @@ def fuse_casts(fn: Callable[..., Any], platform: str | None = None) -> Callable[
       platform: The platform that it is compiled for; None for that of the default backend.
 
     Returns:
-      The same function, with the same numbers, on a GPU. On any other platform, `fn`.
+      On a GPU the same function, whose numbers differ in the rounding of the sums that cuBLASLt adds (`AddedProducts`)
+      alone. On any other platform, `fn`.
 
     Example:
       >>> from jaxtrain.transforms.fp8_scales import E4M3, quantize
