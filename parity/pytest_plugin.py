@@ -100,9 +100,9 @@ class _Summary:
 
 def _lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each check, the failed ones last."""
-    width = max(len(row["name"]) for row in rows)
+    width, of_precision = (max(len(row[key]) for row in rows) for key in ("name", "precision"))
     return [
-        f"{row['name']:{width}}  {row['precision']:11}  k={row['accumulate']}  {_distance(row)}  "
+        f"{row['name']:{width}}  {row['precision']:{of_precision}}  k={row['accumulate']}  {_distance(row)}  "
         f"{'held' if row['passed'] else 'DIFFERS'}"
         for row in sorted(rows, key=lambda row: not row["passed"])
     ]

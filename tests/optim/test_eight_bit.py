@@ -232,6 +232,7 @@ def test_what_stays_in_float32():
     for wrong, message in [
         ({"float32": "wte"}, "list of patterns"),
         ({"block_order": {"bias": (1, 0)}}, "block_order"),
+        ({"min_8bit_size": -1}, "min_8bit_size must be at least 0, got -1: use 4096"),
     ]:
         with pytest.raises(UserError, match=message):
             adamw8bit(1e-3, **wrong).init(params)
