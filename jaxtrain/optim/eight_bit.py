@@ -172,7 +172,8 @@ def _with_8bit(
     """Store the fields `maps` of the state of `inner`, which start at zero, in 8 bits."""
     if isinstance(float32, str):
         raise UserError(f"float32 must be a list of patterns, got {float32!r}: write ({float32!r},)")
-    if min_8bit_size < 0:
+    # In `update`, `optax.inject_hyperparams` passes traced values; `init` alone reads this one.
+    if isinstance(min_8bit_size, int) and min_8bit_size < 0:
         raise UserError(f"min_8bit_size must be at least 0, got {min_8bit_size!r}: use {MIN_8BIT_SIZE}")
     kept, orders = Matching(tuple(float32)), block_order or {}
 
