@@ -81,13 +81,24 @@ def test_updates_have_the_same_bits_with_any_scales(options):
         assert not actual.loss_scale.found_inf
 
 
-def test_streamed_micro_batches_give_the_state_of_the_window():
-    step = _step()
-    window = _updated(step, [10, 8, 5])
-    state = _with_scales(step.init(_params(), streaming=True), np.array([10, 8, 5]))
+@pytest.mark.parametrize("overflowing", [None, 0, 1], ids=["no overflow", "in the first", "in the last"])
+def test_streamed_micro_batches_give_the_state_of_the_window(overflowing):
+    step, exponents = _step(), np.array([10, 8, 5])
+    rows = np.full(ROWS, 1.0, np.float32)
+    if overflowing is not None:  # Only the gradients of this micro-batch are large enough to overflow in block 1.
+        exponents[1] = 24
+        rows[2 * (1 - overflowing) : 2 * (1 - overflowing) + 2] = 1e-6
+    batch = _batch(rows)
+    window = _with_scales(step.init(_params()), exponents)
+    state = _with_scales(step.init(_params(), streaming=True), exponents)
     for i in range(4):
-        state, _ = step.micro(state, jax.tree.map(operator.itemgetter(slice(2 * (i % 2), 2 * (i % 2) + 2)), _batch()))
+        state, _ = step.micro(state, jax.tree.map(operator.itemgetter(slice(2 * (i % 2), 2 * (i % 2) + 2)), batch))
+        if i % 2 == 0:
+            window, _ = step(window, batch)
     jax.tree.map(np.testing.assert_array_equal, state._replace(window=None, rng=0), window._replace(rng=0))
+    assert int(skipped_updates(window.loss_scale)) == (0 if overflowing is None else 2)
+    expected = exponents - (0 if overflowing is None else np.array([0, 2, 0]))
+    np.testing.assert_array_equal(window.loss_scale.blocks.scale, np.exp2(expected))
 
 
 @pytest.mark.slow
