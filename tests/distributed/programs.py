@@ -63,7 +63,7 @@ def train(
     if mesh is not None:
         step = shard(step, mesh, run.rules)
     if platform is not None:
-        step.jitted = step._jit(partial(window_step, step.parts.for_platform(platform)), "state", "batch")
+        choose_program(step, platform)
     params, model_state = jax.device_get(jax.jit(run.make)())
     state = step.init(params, model_state=model_state, seed=seed)
     rng, metrics = np.random.default_rng(seed), []
@@ -71,6 +71,11 @@ def train(
         state, values = step(state, run.batch(rng))
         metrics.append(jax.device_get(values))
     return state, metrics
+
+
+def choose_program(step: Any, platform: str) -> None:
+    """Make a step on CPU devices run the program of another platform."""
+    step.jitted = step._jit(partial(window_step, step.parts.for_platform(platform)), "state", "batch")
 
 
 def distance(a: Any, b: Any) -> float:
