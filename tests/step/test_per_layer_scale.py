@@ -101,6 +101,22 @@ def test_streamed_micro_batches_give_the_state_of_the_window(overflowing):
     np.testing.assert_array_equal(window.loss_scale.blocks.scale, np.exp2(expected))
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("mesh", ["data=4", "fsdp=4", "dcn=2,fsdp=2"])
+def test_an_overflow_on_one_device_backs_off_its_block_on_all(mesh):
+    """Only the gradients of one row, which is on one device in one micro-batch, overflow in the second block."""
+    step = shard(_step(), make_mesh(mesh))
+    rows = np.full(2 * ROWS, 1e-6, np.float32)
+    rows[5] = 1.0
+    state = _with_scales(step.init(_params()), np.array([10, 24, 5]))
+    before = jax.device_get(state.params)
+    state, metrics = step(state, jax.tree.map(lambda x: np.concatenate([x, x]), _batch()) | {"factor": rows})
+    assert metrics["skipped"]
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+    np.testing.assert_array_equal(state.loss_scale.blocks.scale, [2.0**10, 2.0**23, 2.0**5])
+    assert float(current_scale(state.loss_scale)) == 256
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=4", "fsdp=4", "data=2,fsdp=2", "fsdp=2,tensor=2"])
 def test_a_mesh_gives_the_updates_and_scales_of_one_device(mesh):
