@@ -7,10 +7,13 @@ from jaxtrain.errors import UserError
 SCALINGS = ("tensor", "delayed", "row", "block")
 ALGORITHMS = ("max", "most_recent")
 OUTPUT_HEADS = (
-    *("head", "head/*", "*/head/*", "lm_head", "lm_head/*", "*/lm_head/*"),
-    *("output", "output/*", "classifier/*", "score", "score/*"),
+    *("head", "head[/.]*", "*[/.]head[/.]*", "lm_head", "lm_head[/.]*", "*[/.]lm_head[/.]*"),
+    *("output", "output[/.]*", "classifier[/.]*", "score", "score[/.]*"),
 )
-"""Patterns of the paths of output heads, whose products stay in the compute dtype by default."""
+"""Patterns of the paths of output heads, whose products stay in the compute dtype by default.
+
+Parameters of imported modules have PyTorch's names, such as "lm_head.weight".
+"""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxtrain.transforms import jaxpr
+from jaxtrain.transforms.fp8_scales import E4M3, E5M2
 from jaxtrain.transforms.platform import is_gpu
 from jaxtrain.transforms.remat import BLOCK
+
+_EIGHT_BITS = (E4M3, E5M2)
 
 
 def unroll(fn: Callable[..., Any], platform: str | None = None, *, on_mesh: bool = False) -> Callable[..., Any]:
@@ -63,7 +66,8 @@ def _features_last(carry: list[Any], following: list[Any]) -> tuple[list[Any], l
         is_activation = _is_floating(x) and x.ndim > 1
         return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if is_activation else x
 
-    return list(map(of, carry)), following
+    # XLA would convert the kernels of all layers as one array (SliceSinker), and multiply in 16 bits.
+    return list(map(of, carry)), [lax.optimization_barrier(x) if x.dtype in _EIGHT_BITS else x for x in following]
 
 
 def _transfers_beside_a_layer(carry: list[Any], following: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -48,14 +48,17 @@ def test_a_scaled_product_with_a_bias_is_one_call_with_scales_in_float32():
     assert not roundings, "a scale is rounded"
 
 
-@pytest.mark.parametrize(("precision", "accumulate"), [("fp8", 1), ("fp8", 2), ("fp8_row", 1)])
-def test_all_products_with_kernels_are_in_8_bits(precision, accumulate):
-    found = program(Settings("llama", precision, accumulate=accumulate))
+@pytest.mark.parametrize(
+    ("precision", "accumulate", "unroll"),
+    [("fp8", 1, False), ("fp8", 2, False), ("fp8_delayed", 2, True), ("fp8_row", 1, False)],
+)
+def test_all_products_with_kernels_are_in_8_bits(precision, accumulate, unroll):
+    found = program(Settings("llama", precision, accumulate=accumulate, unroll=unroll))
     products = found.product_dtypes
     # The output layer, with its gradients, and attention.
     assert products.pop("bf16×bf16→bf16") == accumulate * (3 + 2 * LAYERS)
     times = LINEAR_LAYERS * accumulate
-    if precision == "fp8":
+    if precision != "fp8_row":
         operands = ("f8e4m3fn×f8e4m3fn", "f8e5m2×f8e4m3fn", "f8e4m3fn×f8e5m2")
         assert products == {f"{pair}→bf16": times for pair in operands}
     else:

@@ -1,11 +1,13 @@
 """Which products are in 8 bits, through the structure of a program."""
 
 import dataclasses
+from collections import OrderedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -89,6 +91,29 @@ def test_kernels_are_followed_to_their_products():
 
     excluded = kernel_uses(policy("bf16").apply(model), Fp8(exclude=("layers/*", "he?ds")), PARAMS, TOKENS)
     assert {use.path for use in excluded if use.reason is None} == {"out", "left", "low", "head/kernel"}
+
+
+def test_output_heads_of_imported_modules_are_excluded():
+    class Classifier(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = torch.nn.ModuleDict({name: torch.nn.Linear(16, 16) for name in ("up", "output")})
+            self.lm_head = torch.nn.Linear(16, 16)
+            self.heads = torch.nn.Sequential(OrderedDict(head=torch.nn.Linear(16, 32)))
+
+        def forward(self, x):
+            return self.heads(self.lm_head(self.body["output"](self.body["up"](x))))
+
+    batch = {"x": np.zeros((2, 16), np.float32)}
+    imported = jt.from_torch(Classifier(), batch)
+    loss_fn = imported.loss(lambda y, batch: jt.Loss.of(y.mean(-1)))
+    uses = kernel_uses(policy("bf16").apply(loss_fn), Fp8(), imported.params, batch, jax.random.key(0))
+    assert {use.path: use.reason for use in uses} == {
+        "body.up.weight": None,
+        "body.output.weight": None,
+        "lm_head.weight": "excluded",
+        "heads.head.weight": "excluded",
+    }
 
 
 @pytest.mark.parametrize("name", ["fp8", pytest.param("fp8_row", marks=pytest.mark.slow)])
