@@ -79,13 +79,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of a `sampled(n)` test beyond its first n as slow."""
+    """Mark the cases of a `sampled(n, slow=m)` test beyond its first n as slow, beyond its first m as nightly."""
     cases: Counter[str] = Counter()
     for item in items:
         if marker := item.get_closest_marker("sampled"):
             function = item.nodeid.partition("[")[0]
             cases[function] += 1
-            if cases[function] > marker.args[0]:
+            if cases[function] > marker.kwargs.get("slow", len(items)):
+                item.add_marker(pytest.mark.nightly)
+            elif cases[function] > marker.args[0]:
                 item.add_marker(pytest.mark.slow)
 
 

@@ -1,7 +1,7 @@
 """Write the tier of every test that docs/guarantees.md names: `python -m docs.tiers`.
 
 A mark `slow` or `nightly` of the module, the function or a parameter selects the tier in which a case of a test runs;
-of a `sampled` test the first cases run by default, the others in the slow tier.
+of a `sampled` test the first cases run by default, further ones in the slow tier, and with `slow=` the others nightly.
 """
 
 import importlib
@@ -30,8 +30,10 @@ def tiers(path: str, function: str) -> str:
             values = mark.args[1] if len(mark.args) > 1 else mark.kwargs["argvalues"]
             of_values = {_rank(getattr(value, "marks", ())) for value in values}
             ranks = {max(a, b) for a in ranks for b in of_values}
-    if any(mark.name == "sampled" for mark in marks):
-        ranks |= {TIERS.index("slow")}
+    for mark in marks:
+        if mark.name == "sampled":
+            ranks = (ranks if mark.args[0] else ranks - {TIERS.index("default")}) | {TIERS.index("slow")}
+            ranks |= {TIERS.index("nightly")} if "slow" in mark.kwargs else set()
     return ", ".join(TIERS[rank] for rank in sorted(ranks))
 
 

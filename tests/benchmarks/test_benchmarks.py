@@ -31,13 +31,13 @@ def timing(job, wall):
     return Timing(job, np.array(wall), np.array(wall), "cpu", None, None, None, 1)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize(
     "job",
     [
         small_job("jax", accumulate=2),
-        small_job("jax", remat="full"),
         small_job("jax", precision="bf16"),
+        small_job("jax", remat="full"),
         small_job("jax", precision="bf16_compute", accumulate=2),
     ],
 )
@@ -58,7 +58,7 @@ def losses_of_two_steps(feature):
     return built.losses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_features_change_the_losses_only_by_clipping():
     plain = losses_of_two_steps("no clipping")
     for feature in {*FEATURES, "bare"} - {"no clipping"}:
@@ -124,7 +124,7 @@ def test_runs_with_guards_and_saves_can_be_timed(feature, monkeypatch):
         built.step()
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("update", updates.UPDATES)
 def test_updates_run_in_every_engine_on_the_documented_number_of_parameters(update):
     sizes = {"vocab_size": 16, "width": 8, "depth": 2, "length": 4}
@@ -138,7 +138,7 @@ def test_updates_run_in_every_engine_on_the_documented_number_of_parameters(upda
     assert updates.parameters(SMALL) == 124_475_904
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("engine_name", host.ENGINES)
 def test_inputs_are_read_by_both_loaders(engine_name):
     for measured in time_jobs([Job("input-images", engine_name)], 1, Budget(300), print):

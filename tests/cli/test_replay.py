@@ -39,9 +39,9 @@ def printed_losses(out: str) -> list[float]:
     return [float(own.split()[1]), float(wide.split()[0])]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize(
-    "precision", ["fp32", "bf16", "fp16", "bf16_params_kahan", "fp8_delayed --hidden 16 --fp8-exclude layers/1/*"]
+    "precision", ["fp16", "bf16_params_kahan", "fp32", "bf16", "fp8_delayed --hidden 16 --fp8-exclude layers/1/*"]
 )
 @jax.numpy_dtype_promotion("standard")  # as in a user's process: the loss of a model in bfloat16 has weights in float32
 def test_a_finite_step_has_the_logged_loss(precision, capsys):

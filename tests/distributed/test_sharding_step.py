@@ -39,6 +39,14 @@ PAIRS = [
 
 The program for GPUs adds the sums of a window on fsdp within the last backward pass.
 """
+MESHES = [
+    *("dcn=8", "data=8", "fsdp=8 platform=gpu", "sequence=8 accumulate=4", "tensor=8 accumulate=4"),
+    "dcn=2,data=2,fsdp=2 gradient_sums=sharded reshard_after=window",
+    "dcn=2,sequence=2,tensor=2 accumulate=4",
+    "data=2,sequence=2,tensor=2 accumulate=1",
+    "fsdp=2,sequence=2,tensor=2 accumulate=4",
+]
+"""Every axis, and every pair of axes among three."""
 WITHOUT_LLVM = " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """Flags that halve the time of compilation, and change neither how a program is divided nor its collectives."""
 
@@ -79,10 +87,12 @@ def test_twenty_steps_equal_those_of_one_device(double):
 
 
 def test_every_axis_and_every_pair_of_axes_is_compared_with_one_device():
-    compared = {frozenset(re.findall("([a-z]+)=", spec.split()[0])) for spec in PAIRS}
     elsewhere = {"pipeline", "expert"}
     axes = [axis for axis in AXES if axis not in elsewhere]
-    assert {frozenset(pair) for n in (1, 2) for pair in combinations(axes, n)} <= compared
+    wanted = {frozenset(some) for n in (1, 2) for some in combinations(axes, n)}
+    assert wanted <= {frozenset(re.findall("([a-z]+)=", spec.split()[0])) for spec in PAIRS}
+    together = [re.findall("([a-z]+)=", spec.split()[0]) for spec in MESHES]
+    assert wanted == {frozenset(some) for of in together for n in {1, min(2, len(of))} for some in combinations(of, n)}
 
 
 WITH_FEW_THREADS = ["fsdp=4,sequence=2"]
@@ -92,15 +102,16 @@ EXPERT_MESHES = [
     *("fsdp=4,expert=2 gradient_sums=sharded", "fsdp=2,expert=2,sequence=2"),
 ]
 THREE_AXES = ["fsdp=2,sequence=2,tensor=2"]
-CONVOLUTIONS = ["dcn=2,data=2,fsdp=2", "data=4,fsdp=2 gradient_sums=sharded", "fsdp=4,tensor=2 reshard_after=window"]
+CONVOLUTIONS = ["dcn=2,data=2,fsdp=2", "fsdp=4,tensor=2 reshard_after=window"]
 
 
 @pytest.mark.parametrize(
     ("name", "specs"),
     [
-        pytest.param("small", PAIRS, marks=pytest.mark.slow),
+        pytest.param("small", MESHES, marks=pytest.mark.slow),
+        pytest.param("small", PAIRS, marks=pytest.mark.nightly),
         pytest.param("cnn", CONVOLUTIONS, marks=pytest.mark.slow),
-        pytest.param("gpt2", THREE_AXES, marks=pytest.mark.slow),
+        pytest.param("gpt2", THREE_AXES, marks=pytest.mark.nightly),
         pytest.param("mixtral", EXPERT_MESHES[-1:], marks=pytest.mark.slow),
         pytest.param("mixtral", WITH_FEW_THREADS + EXPERT_MESHES[:-1], marks=pytest.mark.nightly),
         *(
@@ -226,7 +237,7 @@ def test_memory_of_the_state_decreases_with_the_number_of_devices(on_four):
 
 @pytest.mark.slow
 def test_memory_of_the_state_on_eight_devices_is_an_eighth():
-    program = "-m", "tests.planning.memory_on_every_size", "1", "2", "4", "8"
+    program = "-m", "tests.planning.memory_on_every_size", "1", "8"
     done = run_with_devices(8, *program, more_flags=WITHOUT_LLVM)
     memory = {int(n): bytes_of for n, bytes_of in json.loads(done).items()}
     for n, (arguments, temporaries) in memory.items():

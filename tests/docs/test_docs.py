@@ -20,10 +20,13 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = [path for path in sorted((ROOT / "examples").glob("*.py")) if "jt.Recipe" not in path.read_text()]
 
 
+LONG = {"tutorial.md", "models.md", "import.md", "migration.md"}
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.nightly] * (page.name == "tutorial.md")) for page in PAGES],
+    [pytest.param(page, marks=[pytest.mark.nightly] * (page.name in LONG)) for page in PAGES],
     ids=lambda page: page.name,
 )
 def test_the_python_of_a_page_runs_from_top_to_bottom_and_prints_what_the_page_shows(page, capsys):

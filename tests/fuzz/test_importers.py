@@ -17,8 +17,12 @@ QUICK = [name for name in KINDS if name not in MODELS - {"gpt2 config", "index"}
 
 @pytest.mark.parametrize(
     ("count", "names"),
-    [(COUNT // 2, QUICK), pytest.param(4 * COUNT, list(KINDS), marks=pytest.mark.slow)],
-    ids=["some", "all"],
+    [
+        (COUNT // 2, QUICK),
+        pytest.param(COUNT, list(KINDS), marks=pytest.mark.slow),
+        pytest.param(8 * COUNT, list(KINDS), marks=pytest.mark.nightly),
+    ],
+    ids=["some", "all", "many"],
 )
 def test_every_mutated_file_is_read_or_refused(count, names):
     command = [sys.executable, "-m", "tests.fuzz.importers", str(count), "0", *names]

@@ -112,17 +112,21 @@ def test_a_convention_of_running_statistics_is_diagnosed(bug: str) -> None:
 @pytest.mark.parametrize(
     ("model", "bug", "has"),
     [
-        pytest.param(transformer, "biased variance", "layer_norm: JAX's variance is unbiased", marks=SLOW),
+        pytest.param(
+            transformer, "biased variance", "layer_norm: JAX's variance is unbiased", marks=pytest.mark.nightly
+        ),
         (transformer, "epsilon", "layer_norm: JAX's eps is 1e-6: epsilon=1e-5"),
-        pytest.param(transformer, "scale", "scaled_dot_product_attention: JAX's scores are not scaled", marks=SLOW),
+        pytest.param(
+            transformer, "scale", "scaled_dot_product_attention: JAX's scores are not scaled", marks=pytest.mark.nightly
+        ),
         (transformer, "mask", "scaled_dot_product_attention: JAX's mask shows the next position too"),
         pytest.param(
             transformer, "softmax axis", None, marks=pytest.mark.nightly
         ),  # positions masked in every head are NaN
-        (transformer, "gelu", "gelu: JAX's is exact: approximate=True"),
+        pytest.param(transformer, "gelu", "gelu: JAX's is exact: approximate=True", marks=pytest.mark.nightly),
         pytest.param(transformer, "loss axis", None, marks=pytest.mark.nightly),
         pytest.param(transformer, "residual", None, marks=pytest.mark.nightly),
-        pytest.param(transformer, "wrong backward", None, marks=SLOW),
+        pytest.param(transformer, "wrong backward", None, marks=pytest.mark.nightly),
         pytest.param(transformer, "stopped gradient", None, marks=pytest.mark.nightly),
         pytest.param(convolved, "unbiased", "batch_norm: JAX's variance is unbiased", marks=SLOW),
         (convolved, "running variance", "batch_norm: JAX's running variance is biased"),

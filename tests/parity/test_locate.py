@@ -152,7 +152,7 @@ def located(case: Case) -> Divergence:
     [
         *("mlp", "autograd.double-backward"),
         # The models of this file, a transformer and a convolution with BatchNorm, are tested below.
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cnn", "gpt2", "cnn-bn", "gradient-penalty")),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("cnn", "gpt2", "cnn-bn", "gradient-penalty")),
     ],
 )
 def test_nothing_is_located_in_a_correct_case(name: str) -> None:
@@ -160,7 +160,7 @@ def test_nothing_is_located_in_a_correct_case(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [transformer, convolved])
+@pytest.mark.parametrize("case", [pytest.param(transformer, marks=pytest.mark.nightly), convolved])
 def test_nothing_is_located_in_the_models_of_this_file_without_a_bug(case: Any) -> None:
     assert locate(case("")) is None
 
@@ -180,13 +180,14 @@ def test_dropout_masks_are_shared() -> None:
         pytest.param("epsilon", "transformer.h.1.ln_1: aten.native_layer_norm (aten.add)", marks=pytest.mark.nightly),
         pytest.param("scale", "transformer.h.1.attn: aten.mul", marks=pytest.mark.nightly),
         ("mask", "transformer.h.1.attn: aten.add"),
-        ("softmax axis", "transformer.h.1.attn: aten._safe_softmax"),
+        pytest.param("softmax axis", "transformer.h.1.attn: aten._safe_softmax", marks=pytest.mark.nightly),
         pytest.param("residual", "transformer.h.1: aten.add", marks=pytest.mark.nightly),
-        ("gelu", "transformer.h.1.mlp.act: aten.pow"),
+        pytest.param("gelu", "transformer.h.1.mlp.act: aten.pow", marks=pytest.mark.nightly),
         ("loss axis", "loss: aten._log_softmax (aten.amax)"),
         pytest.param("no final norm", "lm_head: aten.mm", marks=pytest.mark.nightly),
         pytest.param(
-            "mean for sum", "loss: aten.div", marks=pytest.mark.filterwarnings("ignore:loss_fn at .* is a mean over")
+            *("mean for sum", "loss: aten.div"),
+            marks=[pytest.mark.nightly, pytest.mark.filterwarnings("ignore:loss_fn at .* is a mean over")],
         ),
     ],
 )
@@ -223,14 +224,14 @@ def test_a_wrong_gradient_of_correct_values_is_located_with_its_parameters() -> 
     assert not any("h.1.mlp.c_proj" in name or "ln_f" in name for name in found.parameters)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stopped_gradient_is_located_in_its_layer() -> None:
     found = located(transformer("stopped gradient"))
     assert (found.stage, found.torch) == ("backward", "transformer.h.1.ln_2: aten.add")
     assert found.parameters[0].startswith("transformer.h.1.attn.c_proj")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize(
     ("bug", "where", "parameter"),
     [
@@ -304,8 +305,8 @@ def test_a_wrong_optimizer_is_located_in_its_wrong_term(wrong: dict[str, Any], t
     assert "eps" not in wrong or "(root + eps)" in found.jax_source
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bug", ["", "epsilon"])
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize("bug", ["epsilon", ""])
 def test_a_check_that_fails_in_float64_is_located(bug: str) -> None:
     verdict = check(transformer(bug), steps=1, locate=True)
     assert verdict.passed == (not bug)
@@ -356,13 +357,13 @@ def test_a_difference_that_also_exists_in_float64_is_located_in_float64() -> Non
     assert verdict.stage.startswith("in fp64 as well: loss: ")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize(
     ("precision", "settings", "expected"),
     [
         ("fp64", {"accumulate": 4}, "agrees with accumulate 1: the difference arises only with"),
-        ("fp64", {"remat": "full"}, "agrees with remat none: the difference arises only with remat full"),
         ("fp32", {"remat": "full"}, "agrees with remat none: the difference arises only with remat full"),
+        ("fp64", {"remat": "full"}, "agrees with remat none: the difference arises only with remat full"),
         # In fp32, accumulation takes the same path as remat.
         pytest.param(
             *("fp32", {"accumulate": 4}, "agrees with accumulate 1: the difference arises only with"),

@@ -185,8 +185,8 @@ def floats(tree):
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "sums"), [("data=4", "whole"), ("fsdp=4", "whole"), ("fsdp=4", "sharded")])
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize(("mesh", "sums"), [("fsdp=4", "whole"), ("data=4", "whole"), ("fsdp=4", "sharded")])
 def test_the_communication_of_gpt2_matches_the_closed_form(mesh, sums):
     k, n = 2, 4
     sizes_of_model = {"n_layer": 3, "n_embd": 16, "n_head": 2, "seq_len": 8}
@@ -399,7 +399,7 @@ def run_in_process(module, *arguments, devices):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_plans_reach_1024_devices():
     out = run_in_process("jaxtrain.cli", *shlex.split(f"plan {RECIPE} --mesh data=2,fsdp=4 --json"), devices=1)
     rows = json.loads(out)["rows"]

@@ -218,7 +218,7 @@ def check_card(folder, library, relation, quantize):
     exec(code.replace("max_new_tokens=256", "max_new_tokens=2"), {})
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("method", ["lora --quantize nf4", "full"])
 def test_preferences_are_learned(root, method):
     assert train(root, "pairs.jsonl", f"--loss dpo --steps 6 --out run --method {method}") == 0

@@ -33,21 +33,21 @@ def root(tmp_path_factory):
     return root
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=4)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
     ("family", "loss", "method", "quantize"),
     [
         ("llama", "supervised", "lora", "nf4"),
-        ("gpt2", "supervised", "dora", "none"),
         ("gpt2", "supervised", "full", "none"),
-        ("gpt2", "dpo", "lora", "none"),
         ("llama", "dpo", "dora", "none"),
-        ("llama", "dpo", "full", "none"),
         ("gpt2", "reward", "lora", "none"),
+        ("gpt2", "supervised", "dora", "none"),
+        ("gpt2", "dpo", "lora", "none"),
+        ("llama", "dpo", "full", "none"),
         ("llama", "classification", "lora", "none"),
-        pytest.param("llama", "reward", "full", "none", marks=pytest.mark.nightly),
-        pytest.param("gpt2", "classification", "full", "none", marks=pytest.mark.nightly),
+        ("llama", "reward", "full", "none"),
+        ("gpt2", "classification", "full", "none"),
     ],
 )
 def test_twenty_updates_are_those_of_transformers_and_peft(root, monkeypatch, family, loss, method, quantize):

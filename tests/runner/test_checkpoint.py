@@ -115,7 +115,9 @@ def damage(folder: Path, rng: random.Random) -> Path | None:
     return None if after == before else path
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [20, pytest.param(60, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.nightly)]
+)
 def test_no_damage_to_a_checkpoint_gives_wrong_numbers(count, two, tmp_path):
     found, harmless = 0, 0
     for seed in range(count):

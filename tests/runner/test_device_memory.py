@@ -36,8 +36,8 @@ def live_bytes():
     return sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [None, "data=2,fsdp=2"])
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2", None])
 def test_a_run_holds_its_state_once(mesh, tmp_path, monkeypatch):
     gc.collect()
     others = live_bytes()

@@ -37,7 +37,7 @@ MANY = int(os.environ.get("JAXTRAIN_KILLS", 200))
 
 
 @pytest.mark.parametrize(
-    "kills", [3, pytest.param(9, marks=pytest.mark.slow), pytest.param(MANY, marks=pytest.mark.nightly)]
+    "kills", [3, pytest.param(6, marks=pytest.mark.slow), pytest.param(MANY, marks=pytest.mark.nightly)]
 )
 def test_a_run_killed_at_random_times_ends_like_an_uninterrupted_one(kills, server):
     rng = random.Random(kills)

@@ -89,8 +89,8 @@ OPTIONS = ({"remat": "full"}, {"remat": "dots_no_batch"}, {"unroll": True}, {"re
     ("name", "options"),
     [
         ("fp8", OPTIONS[-1:]),
-        *(pytest.param(name, OPTIONS[:2], marks=pytest.mark.slow) for name in NAMES),
-        *(pytest.param(name, OPTIONS[2:], marks=pytest.mark.nightly) for name in NAMES),
+        pytest.param("fp8_row", OPTIONS[:2], marks=pytest.mark.slow),
+        *(pytest.param(name, OPTIONS[:3], marks=pytest.mark.nightly) for name in NAMES),
     ],
 )
 def test_rematerialization_changes_no_number(name, options):
@@ -99,7 +99,7 @@ def test_rematerialization_changes_no_number(name, options):
         assert_same_bits(update(name, accumulate=2, clip_norm=1.0, **option)[0], plain)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_window_is_the_mean_of_its_micro_batches(name):
     halves = [update(name, batch={"tokens": rows})[0] for rows in np.split(TOKENS, 2)]
@@ -157,12 +157,14 @@ def test_an_inf_skips_the_update():
     assert all((x == 0).all() for x in jax.tree.leaves(change))
 
 
+@pytest.mark.sampled(1, slow=7)
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [
         ("fp8", "data=2,tensor=2", {}),
+        ("fp8_block", "fsdp=4", {"reshard_after": "window"}),
         *(
-            pytest.param(name, mesh, options, marks=pytest.mark.slow)
+            (name, mesh, options)
             for name in ("fp8", "fp8_row")
             for mesh, options in (
                 ("fsdp=4", {"accumulate": 2}),
@@ -174,8 +176,8 @@ def test_an_inf_skips_the_update():
             )
         ),
         *(
-            pytest.param("fp8_block", mesh, {"reshard_after": after}, marks=pytest.mark.slow)
-            for mesh, after in (("data=4", "forward"), ("fsdp=4", "forward"), ("fsdp=4", "window"))
+            ("fp8_block", mesh, {"reshard_after": after})
+            for mesh, after in (("data=4", "forward"), ("fsdp=4", "forward"))
         ),
     ],
 )
@@ -188,12 +190,17 @@ def test_scales_are_those_of_all_devices(name, mesh, options):
     assert distance(found, expected) < (2.0**-9 if rounded else 1e-6)
 
 
+@pytest.mark.sampled(1, slow=5)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("fp8", {"accumulate": 3}),
+        ("fp8_delayed", {"accumulate": 3, "unroll": True}),
+        ("fp8_block", {"accumulate": 3, "remat": "full"}),
+        ("fp8_row", {}),
+        ("fp8_delayed", {}),
         *(
-            pytest.param(name, options, marks=pytest.mark.slow)
+            (name, options)
             for name in (*NAMES, "fp8_delayed")
             for options in ({"accumulate": 3, "remat": "full"}, {"accumulate": 3, "unroll": True}, {})
         ),

@@ -209,7 +209,10 @@ def resnet() -> tuple[nn.Module, dict[str, np.ndarray]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("factory", "lines"), [(gpt2, 175), (llama, 195), (resnet, 260)])
+@pytest.mark.parametrize(
+    ("factory", "lines"),
+    [(gpt2, 175), *(pytest.param(*x, marks=pytest.mark.nightly) for x in [(llama, 195), (resnet, 260)])],
+)
 def test_published_models_are_written_in_few_lines_with_the_models_gradients(
     factory: Any, lines: int, tmp_path: Path
 ) -> None:
@@ -234,7 +237,7 @@ def test_published_models_are_written_in_few_lines_with_the_models_gradients(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(x, marks=pytest.mark.slow if x in ("bloom", "gemma3", "image_network") else pytest.mark.nightly)
+        pytest.param(x, marks=pytest.mark.slow if x in ("image_network",) else pytest.mark.nightly)
         for x in FAMILIES
         if x != "rwkv"  # its evaluation mode divides weights in place
     ],
