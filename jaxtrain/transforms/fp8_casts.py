@@ -82,7 +82,7 @@ def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any], shared: Shar
             return []
         if eqn.primitive.name == "scan":
             return scan_merged(eqn, args, _run)
-        if jaxpr.is_call(eqn, CAST):
+        if eqn.primitive.name == CAST:
             return _shared(
                 eqn, args, shared, lambda: equal.merged(eqn, args, lambda: _cast(eqn, args, again, measured))
             )
@@ -110,12 +110,12 @@ def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any], shared: Shar
 
 
 def _shared(eqn: JaxprEqn, args: list[Any], shared: SharedScales, cast: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-    i = max((0, 1), key=lambda i: args[i].size)
-    found = shared.converted(args[i], args[1 - i], eqn.outvars[0].aval.dtype)  # type: ignore[attr-defined]
+    x, scale = args
+    found = shared.converted(x, scale, eqn.params["dtype"])
     if found is not None:
         return found
     outs = cast()
-    shared.note(args[i], args[1 - i], outs)
+    shared.note(x, scale, outs)
     return outs
 
 
@@ -125,19 +125,17 @@ class _Unshared(SharedScales):
 
 
 def _cast(eqn: JaxprEqn, args: list[Any], again: "_Again", measured: set[int]) -> list[Any]:
-    # Differentiation moves operands that are known earlier to the front.
-    i = max((0, 1), key=lambda i: args[i].size)
-    x = args[i]
+    x, scale = args
     second = again.computed(x) if id(x) in measured else x
-    outs = jaxpr.bind(eqn, [*args[:i], second, *args[i + 1 :]])
+    outs = jaxpr.bind(eqn, [second, scale])
     # XLA would transpose in the kernel of the norm's gradient, which then could not sum over tokens.
-    return lax.optimization_barrier(outs) if outs[0].dtype == E4M3 and again.is_norm(x) else outs
+    return lax.optimization_barrier(outs) if eqn.params["dtype"] == E4M3 and again.is_norm(x) else outs
 
 
 def _activations(traced: Jaxpr) -> Iterator[Any]:
     """Yield the variables that are converted to the format of activations."""
     for eqn in traced.eqns:
-        if jaxpr.is_call(eqn, CAST) and any(v.aval.dtype == E4M3 for v in eqn.outvars):  # type: ignore[attr-defined]
+        if eqn.primitive.name == CAST and eqn.params["dtype"] == E4M3:
             yield from (v for v in eqn.invars if not isinstance(v, Literal))
         for inner in jaxpr.inner_jaxprs(eqn):
             yield from _activations(inner)
@@ -176,8 +174,7 @@ def _without_barriers(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
 
 def _has_casts(traced: Jaxpr) -> bool:
     return any(
-        jaxpr.is_call(eqn, CAST) or eqn.primitive.name == "scan" or any(map(_has_casts, jaxpr.inner_jaxprs(eqn)))
-        for eqn in traced.eqns
+        eqn.primitive.name in (CAST, "scan") or any(map(_has_casts, jaxpr.inner_jaxprs(eqn))) for eqn in traced.eqns
     )
 
 

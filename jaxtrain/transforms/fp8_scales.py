@@ -5,6 +5,7 @@ largest number of the format over the largest magnitude, in float32. Conversions
 its scale is 0 or NaN, so that every result that depends on it is NaN.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 E5M2 = np.dtype(jnp.float8_e5m2)
@@ -82,15 +85,36 @@ def quantize(x: jax.Array, dtype: Any, axes: tuple[int, ...], *, power_of_two: b
 
 def scaled(x: jax.Array, dtype: Any, scale: jax.Array, *, hides_inf: bool = True) -> Quantized:
     """Quantize an array with scales, with as many axes as it has."""
-    return Quantized(_CAST(x, scale, dtype, hides_inf), scale)
+    return Quantized(_cast.bind(x, scale, dtype=np.dtype(dtype), hides_inf=hides_inf), scale)
 
 
-def fp8_cast(x: jax.Array, scale: jax.Array, dtype: Any, hides_inf: bool) -> jax.Array:
+def _evaluate_cast(x: jax.Array, scale: jax.Array, *, dtype: Any, hides_inf: bool) -> jax.Array:
     """Multiply by scales and convert."""
     wide = x.astype(np.float32)
     product = wide * scale
     # A selection would keep XLA:GPU from computing x in the kernel that converts it. 0 is subtracted, or NaN.
     return convert(product if hides_inf else saturated(product, dtype) - (wide - wide), dtype)
+
+
+CAST = "fp8_cast"
+"""Name of the primitive that multiplies by scales and converts, by which `fuse_casts` finds it.
+
+Differentiation of a scan would divide a function whose array is the same in every step but whose scale is not.
+"""
+
+_cast = Primitive(CAST)
+_cast.def_impl(lambda *args, **params: jax.jit(functools.partial(_cast.bind, **params))(*args))
+_cast.def_abstract_eval(
+    lambda *args, **params: jax.make_jaxpr(functools.partial(_evaluate_cast, **params))(*args).out_avals[0]
+)
+ad.primitive_jvps[_cast] = lambda primals, tangents, **params: jax.jvp(
+    functools.partial(_evaluate_cast, **params), tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
+)
+batching.primitive_batchers[_cast] = lambda args, axes, **params: (
+    jax.vmap(functools.partial(_evaluate_cast, **params), axes)(*args),
+    0,
+)
+mlir.register_lowering(_cast, mlir.lower_fun(_evaluate_cast, multiple_results=False))
 
 
 def largest_magnitude(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -108,9 +132,8 @@ def amax_of_all(x: jax.Array) -> jax.Array:
     return _AMAX(x, tuple(range(x.ndim))).reshape(())
 
 
-_AMAX, _CAST = jax.jit(fp8_amax, static_argnums=1), jax.jit(fp8_cast, static_argnums=(2, 3))
-AMAX, CAST = fp8_amax.__name__, fp8_cast.__name__
-"""Names of the jitted functions, by which `fuse_casts` finds them."""
+_AMAX, AMAX = jax.jit(fp8_amax, static_argnums=1), fp8_amax.__name__
+"""The jitted function, and its name, by which `fuse_casts` finds it."""
 
 
 def convert(x: jax.Array, dtype: Any) -> jax.Array:

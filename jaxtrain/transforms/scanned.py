@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxtrain.transforms import jaxpr
+from jaxtrain.transforms.fp8_scales import CAST
 from jaxtrain.transforms.platform import transform_on_gpu
 from jaxtrain.transforms.remat import BLOCK, names_costly
 
@@ -26,7 +27,7 @@ CHEAP = frozenset(
         *("broadcast_in_dim", "concatenate", "expand_dims", "pad", "reshape", "slice", "squeeze", "transpose"),
         *("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"),
         *("random_bits", "random_fold_in", "random_split", "random_unwrap", "random_wrap", "threefry2x32"),
-        *("shift_left", "shift_right_logical", "stack"),
+        *("shift_left", "shift_right_logical", "stack", CAST),
     }
 )
 """Primitives whose results are computed again: limited by the bandwidth, or without a launch of their own.

@@ -9,7 +9,7 @@ from jaxtrain import Policy, block, kernel
 from jaxtrain.transforms import Fp8, fuse_casts, save_costly, unroll
 from jaxtrain.transforms.added_products import AddedProducts
 from jaxtrain.transforms.fp8_scales import CAST
-from jaxtrain.transforms.jaxpr import inner_jaxprs, is_call
+from jaxtrain.transforms.jaxpr import inner_jaxprs
 
 WIDTH = 32
 
@@ -79,9 +79,38 @@ def test_products_of_one_array_convert_it_once_in_each_pass(monkeypatch):
     assert rows == [4 + 2, 2 + 2]
 
 
+def test_an_array_of_all_layers_is_converted_by_the_scale_of_each():
+    """The keys of cross-attention: differentiation of the scan knows the array before the loop, but not the scale."""
+
+    def layers(params, x, memory):
+        def layer(x, kernels):
+            def apply(kernels, x):
+                query, key = kernels
+                return x + jnp.tanh(x @ query) * (memory @ key)
+
+            return block(apply)(kernels, x), None
+
+        return jax.lax.scan(layer, x, params)[0].astype(np.float32).sum()
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = tuple(jax.random.normal(key, (3, WIDTH, WIDTH)) / 5 for key in keys[:2])
+    rows = tuple(jax.random.normal(key, (16, WIDTH)) for key in keys[2:])
+    scales = tuple(jnp.exp2(jnp.arange(9.0).reshape(3, 3)) for _ in params)
+    policy = Policy(np.float32, jnp.bfloat16, fp8=Fp8("delayed"))
+
+    def loss(params, probes, *rows):
+        compute = policy.apply(layers, scales=scales, probes=probes)
+        return save_costly(compute, "gpu")(params, *rows)
+
+    differentiate = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
+    arguments = params, jax.tree.map(jnp.zeros_like, scales), *rows
+    expected, found = (jax.jit(fn)(*arguments) for fn in (differentiate, fuse_casts(differentiate, "gpu")))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def _conversions(traced, shape):
     return sum(
-        (is_call(eqn, CAST) and [v.aval.shape for v in eqn.outvars] == [shape])
+        (eqn.primitive.name == CAST and [v.aval.shape for v in eqn.outvars] == [shape])
         + sum(_conversions(j, shape) for j in inner_jaxprs(eqn))
         for eqn in traced.eqns
     )

@@ -9,7 +9,7 @@ from jaxtrain.transforms import Fp8, fuse_casts
 from jaxtrain.transforms.added_products import AddedProducts
 from jaxtrain.transforms.fp8_product import fp8_product
 from jaxtrain.transforms.fp8_scales import CAST, E4M3, scaled
-from jaxtrain.transforms.jaxpr import inner_jaxprs, is_call
+from jaxtrain.transforms.jaxpr import inner_jaxprs
 from jaxtrain.transforms.kernel_scales import KernelScales
 
 ROWS, WIDTH = 8, 16
@@ -26,7 +26,7 @@ def _loss(x, kernels, probes, scales):
 def _conversions(traced):
     """Return how often rows are converted to the format of activations."""
     return sum(
-        (is_call(eqn, CAST) and [v.aval.str_short() for v in eqn.outvars] == [f"float8_e4m3fn[{ROWS},{WIDTH}]"])
+        (eqn.primitive.name == CAST and [v.aval.str_short() for v in eqn.outvars] == [f"float8_e4m3fn[{ROWS},{WIDTH}]"])
         + sum(map(_conversions, inner_jaxprs(eqn)))
         for eqn in traced.eqns
     )
