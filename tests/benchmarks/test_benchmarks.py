@@ -31,7 +31,7 @@ def timing(job, wall):
     return Timing(job, np.array(wall), np.array(wall), "cpu", None, None, None, 1)
 
 
-@pytest.mark.sampled(1, slow=2)
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize(
     "job",
     [
@@ -68,7 +68,7 @@ def test_features_change_the_losses_only_by_clipping():
         assert (abs(plain[1] - other[1]) > 1e-6) == clips, feature
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_failed_engine_is_reported_with_its_last_line_of_output():
     with pytest.raises(RunFailed, match=r"by torch_eager.*remat 'dots' has no counterpart"):
         time_jobs([small_job("torch_eager", remat="dots")], 1, Budget(300), lambda _: None)
@@ -112,7 +112,7 @@ def test_a_window_equals_separate_micro_steps():
     np.testing.assert_allclose(micro_steps.losses, window.losses, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("feature", sorted({*run.STEPS, *run.SAVES}))
 def test_runs_with_guards_and_saves_can_be_timed(feature, monkeypatch):
     small = {"n_layer": 1, "n_embd": 8, "n_head": 1, "seq_len": 8, "batch_size": 2, "log_every": 2}

@@ -44,7 +44,12 @@ def write_table(path):
     parquet.write_table(pyarrow.table({"text": words, "label": ["no", "yes & no"] * 40}), path)
 
 
-@pytest.fixture(scope="module", params=RUNS)
+LONG = {"digits-resnet", "llama-stdlib", "bert-keywords"}
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.nightly] * (name in LONG)) for name in RUNS]
+)
 def run(request, root):
     """The folder of a recipe trained and evaluated."""
     folder = trained(root, request.param)

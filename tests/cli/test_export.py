@@ -143,7 +143,7 @@ def assert_same(got, truth, ours):
     assert distance <= BAR * max(own, NOISE)
 
 
-@pytest.mark.sampled(1, slow=3)
+@pytest.mark.sampled(0, slow=3)
 @pytest.mark.parametrize("name", [*QUICK, *reversed(REST)])
 def test_onnx_runtime_gives_the_logits_of_the_evaluation(name, exported):
     folder, out, _ = exported(name, "onnx")
@@ -157,7 +157,7 @@ def test_onnx_runtime_gives_the_logits_of_the_evaluation(name, exported):
     assert_same(session.run(["logits"], dict(zip(names, inputs, strict=True)))[0], truth, ours)
 
 
-@pytest.mark.sampled(1, slow=3)
+@pytest.mark.sampled(0, slow=3)
 @pytest.mark.parametrize("name", [*QUICK, *reversed(REST)])
 def test_stablehlo_gives_the_logits_of_the_evaluation(name, exported):
     folder, out, _ = exported(name, "stablehlo")

@@ -126,6 +126,7 @@ def gpt():
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_gpt2_from_transformers_is_unchanged_by_import_and_export(text_folder, capsys):
     model = gpt()
     optimizer = torch.optim.AdamW(model.parameters())

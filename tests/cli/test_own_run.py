@@ -253,6 +253,7 @@ def test_export_stablehlo_computes_what_predict_does(here, capsys):
     np.testing.assert_allclose(logits, curve(params_of(here), x), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_users_run_continues_in_pytorch_and_back(here, trained, capsys):
     torch = pytest.importorskip("torch")
     assert run("export run --format torch --out run.pt") == 0
@@ -265,6 +266,7 @@ def test_a_users_run_continues_in_pytorch_and_back(here, trained, capsys):
     assert run("train --resume --out back --steps 13 --quiet") == 0
 
 
+@pytest.mark.slow
 def test_a_mesh_trains_a_users_run_as_one_device_does(trained):
     assert run(f"train {trained}/curve.py::Curve --mesh data=2,fsdp=2 --out sharded --quiet") == 0
     one, four = (RunFolder(folder).metrics.read_text().splitlines() for folder in (trained / "run", Path("sharded")))
@@ -272,7 +274,7 @@ def test_a_mesh_trains_a_users_run_as_one_device_does(trained):
         assert b["eval_loss"] == pytest.approx(a["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.slow  # two processes
+@pytest.mark.nightly  # two processes
 def test_launch_trains_a_users_run_in_two_processes(trained):
     command = f"launch -n 2 -- train {trained}/curve.py::Curve --mesh data=2 --out launched --quiet"
     subprocess.run([sys.executable, "-m", "jaxtrain.cli", *command.split()], check=True, capture_output=True)
@@ -282,6 +284,7 @@ def test_launch_trains_a_users_run_in_two_processes(trained):
     assert json.loads(two)["eval_loss"] == pytest.approx(json.loads(one)["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "field", "remedy"),
     [
@@ -367,6 +370,7 @@ def test_a_mistake_on_the_command_line_is_one_line_with_the_remedy(arguments, ex
     assert not Path("new").exists()
 
 
+@pytest.mark.slow
 def test_new_writes_a_run_that_its_printed_command_trains(capsys):
     assert run("new mine.py") == 0
     *_, command = capsys.readouterr().out.splitlines()

@@ -23,6 +23,7 @@ def run_command(capsys, command):
     return status, captured.out, captured.err
 
 
+@pytest.mark.slow
 def test_a_plan_has_a_table_and_the_command_to_run(capsys):
     status, out, _ = run_command(capsys, f"plan {IMAGES} --json --memory 16GiB")
     assert status == 0
@@ -46,7 +47,7 @@ def test_a_precision_is_not_truncated_in_a_table_of_80_columns(capsys, monkeypat
     assert chosen[1:5] == ["16", "1", "none", "bf16_compute"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_batch_that_does_not_fit_is_split_into_micro_batches(capsys, text_folder):
     status, out, _ = run_command(capsys, f"plan gpt-stdlib {TINY_GPT} --data {text_folder} --memory 250KB")
     assert status == 0

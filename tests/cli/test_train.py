@@ -81,6 +81,7 @@ def test_a_run_writes_config_metrics_checkpoints_and_report(capsys):
         assert printed in out
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_the_scalars():
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -297,6 +298,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_restored(capsys):
         assert "hurt has no intact checkpoint left" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_refused_and_unchanged(capsys):
     assert run(f"{TINY} --out used") == 0
     with RunLock(Path("used")) as lock:
@@ -309,6 +311,7 @@ def test_a_folder_in_use_is_refused_and_unchanged(capsys):
     assert run("train --resume --out used --steps 8") == 0
 
 
+@pytest.mark.slow
 def test_a_report_that_cannot_be_written_does_not_affect_the_run(capsys):
     Path("full/report.html").mkdir(parents=True)
     assert run(f"{TINY} --out full") == 1

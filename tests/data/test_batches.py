@@ -21,7 +21,7 @@ SIZES = st.integers(8, 24).flatmap(lambda n: st.tuples(st.just(n), st.integers(1
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("DataFrame", "grain source")])
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(sizes=SIZES, seed=st.integers(0, 2**40), prefetch=st.integers(0, 5), stop=st.integers(0, 9), data=st.data())
 def test_resuming_at_any_batch_equals_uninterrupted_batches(kind, sizes, seed, prefetch, stop, data):
     """This includes skipping batches after the saved position, as a rollback does."""

@@ -55,6 +55,7 @@ def test_resuming_at_any_position_equals_an_uninterrupted_loader(
         assert labels(resumed, 8) == uninterrupted[stop:]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(SIZES, SEEDS, st.booleans())
 def test_an_epoch_has_every_example_once_up_to_the_dropped_remainder(
@@ -243,6 +244,7 @@ def test_evaluation_with_an_invalid_batch_size_is_refused() -> None:
         next(epoch_batches(numbered(2), 0))
 
 
+@pytest.mark.slow
 def test_importing_the_loader_emits_no_warning() -> None:
     program = [sys.executable, "-W", "error", "-c", "import jaxtrain.data.loader"]
     assert subprocess.run(program, capture_output=True, check=True).stderr == b""

@@ -19,6 +19,7 @@ class Counting:
         return ByteTokenizer().decode(tokens)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.text(), st.text())
 def test_joined_chunks_equal_the_text(prompt, text):

@@ -139,7 +139,7 @@ LARGE = 4099
 """Number of elements, which the arrays of no other test have."""
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("in_a_scan", [False, True])
 def test_values_are_freed_after_their_last_use(monkeypatch, wide, in_a_scan):

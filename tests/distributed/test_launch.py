@@ -92,7 +92,7 @@ SAVES = "\n".join(
 )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_forwarded_once_and_all_processes_may_finish(number: signal.Signals) -> None:
     with subprocess.Popen(launcher(f"exec({SAVES!r})"), stdout=subprocess.PIPE, text=True) as process:

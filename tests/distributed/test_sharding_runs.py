@@ -74,7 +74,7 @@ def test_a_run_on_a_mesh_equals_one_device_and_resumes_on_another_mesh(tmp_path)
     assert_same_metrics(meshed, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_on_four_devices_resumes_on_two_and_on_eight(tmp_path):
     train_recipe(tmp_path / "alone", steps=12)
     for settings in ({"mesh": "fsdp=4", "steps": 4}, {"mesh": "data=2", "steps": 8}, {"mesh": "data=2,fsdp=4"}):

@@ -23,8 +23,8 @@ def mark_slow(*names, default):
     return [pytest.param(name, marks=() if name in default else pytest.mark.slow) for name in names]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"remat": "full"}, {"remat": "names:attention", "unroll": True, "accumulate": 1}])
+@pytest.mark.sampled(0, slow=1)
+@pytest.mark.parametrize("options", [{"remat": "names:attention", "unroll": True, "accumulate": 1}, {"remat": "full"}])
 def test_options_do_not_change_the_numbers(options, double):
     run = RUNS["small"]()
     alone, _ = train(run, steps=3, **options)
@@ -58,6 +58,7 @@ def program():
     return step.compile(step.shapes(make), TOKENS)
 
 
+@pytest.mark.slow
 def test_no_activation_is_replicated(program):
     text = program.as_text()
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", text)}
@@ -75,7 +76,7 @@ def test_only_keys_and_values_are_gathered(program):
     assert 2 <= shapes.count(keys) <= 4  # in the forward and in the backward pass
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("spec", ["sequence=4", "sequence=2,tensor=2"])
 def test_a_fused_kernel_gets_whole_sequences_and_sharded_heads(spec, monkeypatch):
     """cuDNN's kernel needs whole sequences; here its formula, constrained like the kernel, stands in for it."""

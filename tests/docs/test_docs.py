@@ -52,7 +52,7 @@ def test_the_commands_of_the_first_five_minutes_run(tmp_path):
     assert "held" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_exported_files_load_as_the_page_on_export_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```(sh|py)\n(.*?)```", (ROOT / "docs" / "export.md").read_text(), re.S)

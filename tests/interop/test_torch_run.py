@@ -53,7 +53,7 @@ OPTIMIZER_CASES = [(name, options) for name, all_options in OPTIMIZERS.items() f
 READ_THEIR_RATE = {"Adafactor", "ASGD", "Rprop"}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=4)
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 def test_round_trip_is_bit_equal_for_every_optimizer_and_scaler(schedule, tmp_path):
     for name, options in OPTIMIZER_CASES:

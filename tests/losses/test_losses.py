@@ -225,7 +225,7 @@ def compiled(loss, fn):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(shape=st.sampled_from(SHAPES), seed=st.integers(0, 2**32 - 1))
 def test_values_and_gradients_equal_pytorch(name, shape, seed):
     rng, loss = np.random.default_rng(seed), LOSSES[name]
@@ -312,6 +312,7 @@ def test_an_invalid_label_makes_only_its_own_loss_and_gradient_nan(fn, label):
     np.testing.assert_array_equal(gradient[2], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [losses.cross_entropy, losses.nll])
 def test_the_gradient_of_a_label_has_no_scatter_and_both_modes_of_all_orders(fn):
     """A scatter into zeros is as large as the logits, and no compiler fuses it with the softmax."""

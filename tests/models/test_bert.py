@@ -34,6 +34,7 @@ def model(**changes):
     return enlarged(Bert(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0)))
 
 
+@pytest.mark.slow
 def test_tokens_give_logits_of_either_head_and_blocks_are_stacked():
     apply, params = model()
     assert apply(params, TOKENS).shape == (3, 6, 11)

@@ -209,6 +209,7 @@ def test_noise_of_embeddings_is_that_of_transformers_and_only_where_tokens_are_l
         with_neftune(lambda params: params["wte"], "wpe", 1.0)({"wte": table}, rng=key)
 
 
+@pytest.mark.slow
 def test_log_probabilities_need_no_logits_of_all_tokens():
     compute, params = functional(Llama(SIZES, rngs=nnx.Rngs(0)), log_probs)
     given = batch(0)

@@ -99,10 +99,14 @@ def torchs_text(theirs, mask=MASK, **options):
 LONG = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-by-layer", "smollm3"}
 
 
+LONGEST = {"qwen2", "qwen3", "mistral"}  # their attention is that of qwen3-by-layer
+
+
 def marks(name):
-    return pytest.mark.nightly if name == "qwen2" else pytest.mark.slow if name in LONG else ()
+    return pytest.mark.nightly if name in LONGEST else pytest.mark.slow if name in LONG else ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in DECODERS])
 def test_greedy_texts_of_uneven_prompts_equal_transformers_in_float32_and_float64(name, monkeypatch):
     monkeypatch.setattr(generation, "_BLOCK", 48)  # the cache grows once
@@ -127,7 +131,7 @@ T5S = {
 SCATTERED = np.random.default_rng(3).random(PROMPTS.shape) > 0.3
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("mask", [MASK, MASK[:, ::-1].copy(), SCATTERED], ids=["left", "right", "scattered"])
 @pytest.mark.parametrize("name", T5S)
 def test_greedy_answers_to_uneven_sources_equal_transformers_in_float32_and_float64(name, mask):
@@ -142,7 +146,7 @@ def test_greedy_answers_to_uneven_sources_equal_transformers_in_float32_and_floa
     np.testing.assert_array_equal(ours, torchs_text(copy.deepcopy(theirs).double(), **expected))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", T5S)
 def test_answers_decoded_in_pieces_have_the_logits_of_one_pass(name):
     model, _, params = made(T5S[name])
@@ -252,7 +256,7 @@ def test_long_sequences_of_mixed_layers_have_no_array_of_queries_by_keys():
         assert ((1, 300, 61) in shapes) == (program is train)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_a_text_ends_at_the_stop_token_and_is_padded_after_it(name):
     model, theirs, params = made({**DECODERS, **T5S}[name])
@@ -369,7 +373,7 @@ def by_full_passes(model, params, prompt, new_tokens, context):
 DRAWN = Sampling(temperature=1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
 def test_a_stream_has_the_tokens_of_generate(name):
     model, _, params = made(DECODERS[name])
@@ -378,7 +382,7 @@ def test_a_stream_has_the_tokens_of_generate(name):
         assert [*stream(model, params, PROMPTS[0], 24, sampling=sampling, seed=seed)] == together[0].tolist()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("prompt", [1, 3, 7, 8, 9], ids=lambda n: f"prompt-{n}")
 def test_a_stream_beyond_the_context_has_the_tokens_of_full_passes_over_its_windows(name, prompt):
@@ -388,6 +392,7 @@ def test_a_stream_beyond_the_context_has_the_tokens_of_full_passes_over_its_wind
     assert streamed == by_full_passes(model, params, prompt, 21, context=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [None, 1])
 def test_a_stream_takes_a_prompt_longer_than_the_context(context):
     model, _, params = made(GPT2_CONFIG)

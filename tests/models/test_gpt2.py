@@ -23,6 +23,7 @@ def model(**changes):
     return enlarged(GPT2(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0)))
 
 
+@pytest.mark.slow
 def test_tokens_give_logits_and_blocks_are_stacked():
     apply, params = model(n_layer=3)
     assert apply(params, TOKENS).shape == (3, 6, 11)

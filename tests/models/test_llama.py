@@ -241,6 +241,7 @@ def test_rotary_frequencies_equal_transformers(name):
         assert rope.magnitude == pytest.approx(magnitude, rel=1e-15)
 
 
+@pytest.mark.slow
 def test_packed_sequences_equal_separate_sequences():
     apply, params = model()
     lengths = (4, 3, 2)

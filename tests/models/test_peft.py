@@ -39,14 +39,14 @@ def llama_pair():
     return theirs, Llama(LLAMA_SIZES, rngs=nnx.Rngs(0)), llama_family.torch_names(LLAMA_SIZES)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=2)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
     ("pair", "targets", "method"),
     [
         (gpt2_pair, GPT2_TARGETS, {"use_rslora": True}),
-        (gpt2_pair, GPT2_TARGETS, {"use_dora": True}),
         (llama_pair, LLAMA_TARGETS, {"use_dora": True}),
+        (gpt2_pair, GPT2_TARGETS, {"use_dora": True}),
     ],
 )
 def test_adapters_are_trained_saved_and_merged_as_in_peft(tmp_path, pair, targets, method):

@@ -84,6 +84,7 @@ def test_the_decoder_is_causal_and_attends_to_the_whole_source():
     assert (np.asarray(logits(params, source, DECODER_TOKENS)) != a).any(-1).all()
 
 
+@pytest.mark.slow
 def test_dropout_is_determined_by_the_key():
     apply, params = functional(T5(GATED, rngs=nnx.Rngs(0)))
     logits = jax.jit(apply)

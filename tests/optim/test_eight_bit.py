@@ -216,6 +216,7 @@ def test_updates_equal_float32_optimizers_to_the_bit_where_moments_are_represent
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_what_stays_in_float32():
     params = {"wte": jnp.ones((64, 64)), "head": jnp.ones((64, 64), jnp.bfloat16), "bias": jnp.ones(64)}
     tx = adamw8bit(1e-3, float32=("wt*",), block_order={"head": (1, 0)})

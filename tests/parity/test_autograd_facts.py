@@ -78,10 +78,15 @@ def test_in_float32_training_on_autograd_cases_equals_pytorch(name: str) -> None
     assert verdict.passed, verdict.faults
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gradient-penalty", pytest.param("maml", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("precision", "accumulate"),
-    [pytest.param("fp32", 1, marks=pytest.mark.slow), pytest.param("bf16", 4, marks=pytest.mark.nightly), ("fp16", 1)],
+    [
+        pytest.param("fp32", 1, marks=pytest.mark.nightly),
+        pytest.param("bf16", 4, marks=pytest.mark.nightly),
+        ("fp16", 1),
+    ],
 )
 def test_in_low_precision_training_on_gradients_of_gradients_equals_pytorch(
     name: str, precision: str, accumulate: int

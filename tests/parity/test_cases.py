@@ -33,7 +33,7 @@ def test_in_float64_the_runs_are_equal(case: str) -> None:
 
 
 # The longest train with accumulation and remat, above.
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.nightly] * (case in LONG and case not in FEW)) for case in CASES],

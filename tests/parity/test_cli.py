@@ -164,7 +164,7 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("package", ["torch", "transformers"])
 def test_a_missing_package_is_one_line_that_names_the_extra(package: str) -> None:
     program = f"import sys; sys.modules['{package}'] = None; from parity.cli import main; sys.exit(main(['run']))"
@@ -183,6 +183,7 @@ def test_nonfinite_numbers_are_null_in_valid_json() -> None:
     assert (row["loss_rel"], row["error_ratio"], row["passed"]) == (None, None, False)
 
 
+@pytest.mark.slow
 def test_every_case_has_a_summary_and_its_own_name() -> None:
     assert list(SUMMARIES) == list(CASES)
     assert [make().name for make in CASES.values()] == list(CASES)

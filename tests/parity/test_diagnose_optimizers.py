@@ -146,7 +146,7 @@ def has_effect(kind: str, has: str) -> bool:
     )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=60)
 @pytest.mark.parametrize(("kind", "has"), [*representatives(row for row in rows() if has_effect(*row))])
 def test_a_convention_of_an_optimizer_is_diagnosed(kind: str, has: str) -> None:
     (convention,) = (c for c in OPTIMIZERS if c.has == has and (not c.of or kind in c.of))
@@ -187,7 +187,7 @@ def rate(count: Any) -> Any:
     return 0.1 * 0.7**count
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=7)
 @pytest.mark.parametrize(
     ("theirs", "scheduler", "ours", "has"),
     [

@@ -124,6 +124,7 @@ def test_some_windows_are_clipped_and_some_skipped_because_of_one_rank(small_on_
     assert theirs.skipped == {step for step, has in enumerate(ranks) if any(has)}
 
 
+@pytest.mark.slow
 def test_batch_norm_statistics_of_all_devices_differ_from_ddp(small_on_two):
     """The comparison detects a BatchNorm with statistics of the whole micro-batch, the only difference here."""
     key = ("data=2", "batch norm by device")
@@ -186,8 +187,8 @@ def test_more_models_on_two_devices_equal_two_ranks_of_pytorch(more_on_two, key)
         assert_same(run_jax(training, 2), theirs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "devices"), [("data=2", 2), ("fsdp=2", 2), ("data=4", 4), ("data=2,fsdp=2", 4)])
+@pytest.mark.sampled(0, slow=2)
+@pytest.mark.parametrize(("mesh", "devices"), [("data=2", 2), ("data=2,fsdp=2", 4), ("fsdp=2", 2), ("data=4", 4)])
 def test_batch_norm_statistics_of_all_devices_equal_those_of_one_big_batch(mesh, devices):
     """They correspond to `SyncBatchNorm`, which PyTorch has for GPUs only."""
     theirs = torch_side.run(cnn_bn_case.case(), "fp64", accumulate=2)

@@ -183,7 +183,7 @@ def case():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "steps"), [("fp64", 20), pytest.param("bf16", 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("precision", "steps"), [("fp64", 20), pytest.param("bf16", 4, marks=pytest.mark.nightly)])
 def test_the_case_continues_where_pytorch_stopped(case, precision, steps):
     assert parity.check(case, precision, accumulate=2, steps=steps).passed
 

@@ -348,6 +348,7 @@ def _mixed_integers_in_torch(x: torch.Tensor, keep: torch.Tensor) -> torch.Tenso
     return window.sum() / 3 + (x[[0, 1, 2]] ** 2).sum() * 3 + total.sum() + torch.where(keep, x, 0.0).sum()
 
 
+@pytest.mark.slow
 def test_a_program_that_mixes_widths_under_x64_is_traced_in_32_bits() -> None:
     ids, x = np.array([0, 2, 1]), torch.tensor(X, requires_grad=True)
     keep = np.array(jax.random.bernoulli(jax.random.key(0), 0.5, X.shape))
@@ -475,6 +476,7 @@ def hard_wired() -> Case:
     )
 
 
+@pytest.mark.slow
 def test_a_case_that_hard_wires_float32_is_checked_in_float64() -> None:
     verdict = check(hard_wired(), steps=5)
     assert verdict.passed, verdict.faults

@@ -117,6 +117,7 @@ def attention(bug: str = "") -> Case:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", ["heads", *(pytest.param(bug, marks=pytest.mark.slow) for bug in ("sign", "distance"))])
 def test_a_reordered_value_is_located_on_its_line(bug: str) -> None:
     found = locate(attention(bug))

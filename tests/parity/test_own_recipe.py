@@ -62,6 +62,7 @@ def run(tmp_path, name, factor="1.0"):
     return status, json.loads(out.read_text())["cases"] if out.exists() else None
 
 
+@pytest.mark.slow
 def test_a_recipe_equals_its_pytorch_side(tmp_path):
     status, (case,) = run(tmp_path, "Regression")
     assert status == 0

@@ -49,6 +49,7 @@ def shifted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(randomness, "dropout_masks", rotated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [mlp.case, cnn_bn.case, pytest.param(gpt2.case, marks=pytest.mark.slow)])
 def test_dropout_with_the_key_of_another_micro_batch_is_detected(make: Callable[..., Case], shifted: None) -> None:
     assert "first loss" in faults(make(dropout=0.1), accumulate=2, steps=2)

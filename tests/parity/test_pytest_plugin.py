@@ -54,7 +54,7 @@ def test_products_in_8_bits_are_checked_too(pytester: pytest.Pytester) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.nightly), "2"])
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.nightly)])
 def test_marked_tests_are_checked_and_summarized(pytester: pytest.Pytester, workers: str) -> None:
     pytester.makepyfile(TESTS)
     ran = pytester.runpytest_subprocess("-n", workers, "--parity-json", "found.json", "-p", "no:cacheprovider")

@@ -81,7 +81,7 @@ def test_checkpoint_and_collectives_pass() -> None:
         assert {finding.passed for finding in found(check)} == {True}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_passes_with_the_frameworks_alone(tmp_path: Path) -> None:
     done = run_selftest(NOT_NEEDED, "--json", str(tmp_path / "found.json"), "--debug")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -230,6 +230,7 @@ def _with_another_key(fn: Any, params: Any, batch: Any, rng: Any, model_state: A
     return fn(params, batch, jax.random.fold_in(rng, 1), model_state)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_loses_a_bit_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = checkpoint.round_trip
 

@@ -102,6 +102,7 @@ def test_reordering_and_splitting_rows_does_not_change_the_results() -> None:
         np.testing.assert_allclose(other.last.params["1.weight"], plain.last.params["1.weight"], rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_step_that_overflows_is_skipped_by_both_sides_and_the_float64_run() -> None:
     case = small(magnitude=30.0)
     theirs = torch_side.run(case, "fp16")

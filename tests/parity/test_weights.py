@@ -133,6 +133,7 @@ def test_without_values_names_decide_and_then_the_order() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_proposed_case_is_checked_like_any_other() -> None:
     verdict = check(attention(), steps=3)
     assert verdict.passed, verdict.faults
@@ -277,6 +278,7 @@ def sequence_loss(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dic
     return jaxtrain.Loss(jnp.sum(jnp.sin(out * batch["y"])), weight=len(x)), {}
 
 
+@pytest.mark.slow
 def test_convolutions_over_time_and_heads_with_a_separate_axis_are_proposed_and_proved() -> None:
     projection = {"kernel": np.zeros((WIDTH, 2, WIDTH // 2)), "bias": np.zeros((2, WIDTH // 2))}
     out = {"kernel": np.zeros((2, WIDTH // 2, WIDTH)), "bias": np.zeros(WIDTH)}

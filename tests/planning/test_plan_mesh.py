@@ -233,6 +233,7 @@ def test_a_mesh_grows_along_its_first_axis():
         assert recipe.batch_size == 2 * shape["data"] * shape["fsdp"]
 
 
+@pytest.mark.slow
 def test_flops_count_the_rows_of_one_device():
     shares = Scaling(dataclasses.replace(MLP, mesh="tensor=2"), jax.devices(), CPU)
     tensor_share, data_share = (shares.share(parse_mesh(mesh)) for mesh in ("tensor=2", "data=2"))
@@ -263,6 +264,7 @@ def up_to_four_devices(monkeypatch, tmp_path):
 RECIPE = "digits-mlp --hidden 64 --batch-size 16"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("up_to_four_devices")
 def test_plan_mesh_reports_the_mesh_and_its_growth(capsys):
     status, out, err = run_command(

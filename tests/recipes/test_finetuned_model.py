@@ -117,7 +117,7 @@ def test_init_creates_what_load_leaves_out():
     assert nothing == Initial({"base": None, "head": {"kernel": None}})
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_frozen_weights_in_bfloat16_give_the_bits_of_the_same_in_float32(folder, precision):
     for is_dpo in (False, True):

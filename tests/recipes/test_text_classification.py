@@ -22,7 +22,7 @@ def recipe(path: Path | None, **settings) -> TextClassificationRecipe:
     return TextClassificationRecipe(**{**vars(SMALL), "data": path, **settings})
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("labels", [["neg", "pos"], [3, 7]])
 def test_a_table_is_read_by_its_columns_and_its_labels_numbered_in_order(write_table, labels: list) -> None:
     path = write_table(

@@ -87,7 +87,7 @@ def finite(folder):
     return all(np.isfinite(x).all() for x in jax.tree.leaves(params))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("precision", "save_every", "log_every"),
     [("fp32", 5, 7), ("fp32", 12, 7), ("bf16", 5, 12)],
@@ -288,6 +288,7 @@ def test_a_run_rolls_back_past_a_spike_and_again_when_resumed(tmp_path, monkeypa
     jax.tree.map(np.testing.assert_array_equal, *both)
 
 
+@pytest.mark.slow
 def test_too_many_rollbacks_stop_the_run(tmp_path, monkeypatch):
     scale_images(monkeypatch, {21 + i: 3e3 for i in range(MOST_ROLLBACKS + 1)})
     messages, error = train(tmp_path / "run", ROLLBACK)
@@ -362,7 +363,7 @@ def test_waits_are_logged(tmp_path, monkeypatch):
     assert all(0.02 <= wait < 1 for wait in waits)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("of", ["device", "host"])
 def test_running_out_of_memory_in_training_suggests_a_command(of, tmp_path, monkeypatch):
     add, seen = interval.Interval.add, []

@@ -31,6 +31,7 @@ def overflowing(tmp_path_factory):
     return folder, *train(folder, OVERFLOWING)
 
 
+@pytest.mark.slow
 def test_a_run_that_only_skips_fails_with_one_line(overflowing):
     _, _, error = overflowing
     step = int(error.split(":")[0].removeprefix("step "))

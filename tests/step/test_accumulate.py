@@ -46,7 +46,7 @@ def check_window(k, mask):
 
 
 @pytest.mark.parametrize("k", [2, 3, 4, 12])
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(mask=arrays(np.int32, ROWS, elements=st.integers(0, 3)))
 def test_a_weighted_window_equals_one_big_batch(k, mask):
     check_window(k, mask)

@@ -237,7 +237,7 @@ def whole(optimizer, clip_norm, interval, k):
     return our_step(optimizer, clip_norm, interval, k)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize(
     ("optimizer", "clip_norm", "interval", "k"), [("adamw", 0.5, 2, 1), ("adamw", None, 3, 4), ("sgd", 0.5, 2, 3)]
 )

@@ -46,7 +46,9 @@ def test_no_operation_is_silently_wrong(part: int) -> None:
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.nightly) for i in range(1, PARTS))])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.nightly)], ids=["bf16", "fp32"]
+)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_low_precision_is_as_accurate_as_pytorchs(dtype: torch.dtype, part: int) -> None:

@@ -47,7 +47,7 @@ def test_arrays_without_common_rows_are_one_row() -> None:
         Example(np.ones(3, complex))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("name", ["net", "recurrent", "with_loss"])
 def test_a_bare_module_is_proved(name, capsys) -> None:
     spec = f"{FILE}::{name}"
@@ -107,6 +107,7 @@ def test_a_case_with_a_loss_and_batches_of_ones_own() -> None:
         model.case(batch=batch)
 
 
+@pytest.mark.slow
 def test_a_model_becomes_a_module_with_its_weights() -> None:
     module, batch = bare.net()
     model = jt.from_torch(module.to(torch.bfloat16).eval(), jax.tree.map(np.asarray, batch))

@@ -275,6 +275,7 @@ def own():
 """
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_source_and_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "mine.py", tmp_path / "out" / "model.py"
     file.write_text(FILE)

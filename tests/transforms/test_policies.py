@@ -33,7 +33,7 @@ def gpt2():
     return loss, jax.tree.map(lambda p: p * 4, params)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_every_matrix_product_of_gpt2_and_its_gradient_is_low_precision(dtype, remat):

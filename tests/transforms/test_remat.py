@@ -43,7 +43,14 @@ def name_products(fn):
     return jaxpr.transform(fn, rule)
 
 
-def test_no_policy_changes_a_bit_of_gpt2s_loss_or_gradient():
+@pytest.mark.parametrize(
+    "policies",
+    [
+        pytest.param(["full", "dots", "names:hidden"], id="some"),
+        pytest.param(BY_NAME[1:], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_no_policy_changes_a_bit_of_gpt2s_loss_or_gradient(policies):
     config = GPT2Config(vocab_size=13, n_positions=6, n_embd=8, n_layer=2, n_head=2, dropout=0.2)
     apply, params = functional(GPT2(config, rngs=nnx.Rngs(0)))
     params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
@@ -55,11 +62,12 @@ def test_no_policy_changes_a_bit_of_gpt2s_loss_or_gradient():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         results = {
             policy: jax.jit(jax.value_and_grad(remat(fn, policy)))(params, TOKENS, jax.random.key(1))
-            for policy, fn in [*((policy, loss) for policy in ALL), ("names:hidden", name_products(loss))]
+            for policy in ["none", *policies]
+            for fn in [name_products(loss) if policy == "names:hidden" else loss]
         }
     value, _ = results["none"]
     assert value.dtype == np.float64
-    for policy in BY_NAME[1:]:
+    for policy in policies:
         for a, b in zip(jax.tree.leaves(results[policy]), jax.tree.leaves(results["none"]), strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), policy
 
@@ -78,7 +86,7 @@ def dropping(params, batch, rng):
     return jt.Loss((out**2).sum(), len(batch)), {}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_training_step_is_the_same_under_every_policy(precision):
     # Powers of two and small integers, which no dtype rounds, whatever the order of sums.

@@ -39,7 +39,7 @@ def names(traced):
 @pytest.mark.parametrize(
     ("precision", "accumulate", "remat"),
     [
-        pytest.param("fp32", 1, "none", marks=pytest.mark.slow),
+        pytest.param("fp32", 1, "none", marks=pytest.mark.nightly),
         pytest.param("bf16", 2, "full", marks=pytest.mark.slow),
         pytest.param("fp16", 1, "names:hidden", marks=pytest.mark.nightly),
     ],
