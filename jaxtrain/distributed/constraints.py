@@ -101,6 +101,10 @@ class ShardingConstraints:
         spec = self._heads_spec(args[:3])
         return SEQUENCE in (spec if isinstance(spec, tuple) else (spec,))
 
+    def shares_heads(self, args: Sequence[Any]) -> bool:
+        """Return whether `tensor` has more devices than it can give heads of queries, keys and values to."""
+        return math.gcd(*(x.shape[2] for x in args[:3])) % self.mesh.shape.get(TENSOR, 1) != 0
+
     def _heads_spec(self, args: Sequence[Any]) -> Any:
         heads = math.gcd(*(x.shape[2] for x in args))
         return fit_spec(P(None, None, (TENSOR, SEQUENCE)), (0, 0, heads), self.mesh)[2]

@@ -47,6 +47,8 @@ def divided_experts(experts: Experts, constraints: ShardingConstraints, on_gpu: 
         options: dict[str, Any] = {"in_specs": (tokens, tokens, *[P(EXPERT)] * len(params)), "out_specs": tokens}
         # The compiler divides the matrices of an expert over `tensor`.
         axes = frozenset(axis for axis, size in mesh.shape.items() if axis != TENSOR or size == 1)
+        if all(mesh.shape[axis] == 1 for axis in axes):  # XLA:GPU refuses collectives of one device that are not manual
+            return of_device(x, chosen, *params)
         return jax.jit(jax.shard_map(of_device, mesh=mesh, axis_names=axes, check_vma=False, **options))(
             x, chosen, *params
         )

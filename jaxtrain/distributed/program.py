@@ -88,14 +88,18 @@ def constrain_shardings(
                 if (product := tables.product(eqn, args)) is not None:
                     outs = unmerge_rows(*product, run) if constraints.lengths else None
                     return jaxpr.bind(*product) if outs is None else outs
+                long = find_attention(eqn)
+                if long is not None and constraints.lengths:
+                    return [divided_attention(*long, constraints, on_gpu)(*args)]
+                if on_gpu and (long is not None or _is_short_attention(eqn, args)):
+                    # XLA would divide the heads by a part of an axis, which no `custom_partitioning` can express.
+                    if constraints.lengths or constraints.shares_heads(args):
+                        return constraints.run_fused(
+                            lambda *x: jaxpr.HIGHER_ORDER["jit"](eqn, [*x], _evaluate_unchanged), args
+                        )
+                    return None
                 if not constraints.lengths:
                     return None
-                if (parameters := find_attention(eqn)) is not None:
-                    return [divided_attention(*parameters, constraints, on_gpu)(*args)]
-                if on_gpu and precision.low_precision_operation(eqn) and _is_short_attention(args):
-                    return constraints.run_fused(
-                        lambda *x: jaxpr.HIGHER_ORDER["jit"](eqn, [*x], _evaluate_unchanged), args
-                    )
                 if eqn.primitive.name == "reduce_max":
                     return jaxpr.bind(eqn, [constraints.constrain_scores(args[0], eqn.params["axes"])])
                 return unmerge_rows(eqn, args, run)
@@ -126,8 +130,10 @@ def _is_on_gpu(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "gpu"
 
 
-def _is_short_attention(args: Sequence[Any]) -> bool:
-    return all(x.ndim == 4 for x in args) and not is_long(args[0].shape[1], args[1].shape[1])
+def _is_short_attention(eqn: JaxprEqn, args: Sequence[Any]) -> bool:
+    if precision.low_precision_operation(eqn) is None or any(x.ndim != 4 for x in args):
+        return False
+    return not is_long(args[0].shape[1], args[1].shape[1])
 
 
 def _evaluate_unchanged(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -99,6 +99,15 @@ def wrong_products(compiled: GpuProgram, settings: Settings) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
+def test_more_devices_than_key_heads_compute_all_heads():
+    """Mixtral's experts too: no axis but tensor has several devices."""
+    settings = Settings("mixtral", mesh="tensor=8")
+    compiled = program(settings)
+    assert attention_calls(compiled) == expected_attention_calls(settings)
+    assert not wrong_products(compiled, settings)
+
+
 def attention_calls(compiled: GpuProgram) -> tuple[int, int]:
     """Return how often cuDNN's attention runs forwards and backwards."""
     calls = [product for product in compiled.products if product.by == "cuDNN attention"]
