@@ -40,7 +40,7 @@ def test_the_python_of_a_page_runs_from_top_to_bottom_and_prints_what_the_page_s
             assert not printed or capsys.readouterr().out.strip() == printed.strip()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_commands_of_the_first_five_minutes_run(tmp_path):
     _, first_steps = (ROOT / "docs" / "start.md").read_text().split("## Train\n")  # the section above installs
     commands = "".join(re.findall(r"```sh\n(.*?)```", first_steps, re.S))

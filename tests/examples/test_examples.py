@@ -119,7 +119,7 @@ def test_an_example_interrupted_and_resumed_equals_the_uninterrupted_run(example
     assert resumed.sample == run.whole.sample
 
 
-@pytest.mark.sampled(0, slow=3)  # by default, runs of a recipe are killed: tests/soak/test_kills.py
+@pytest.mark.sampled(0, slow=2)  # by default, runs of a recipe are killed: tests/soak/test_kills.py
 @pytest.mark.parametrize(("example", "kill"), [*zip(EXAMPLES, itertools.cycle(KILLS), strict=False)])
 def test_an_example_killed_and_resumed_equals_the_uninterrupted_run(example, kill, chain, server, tmp_path):
     run = chain(example)

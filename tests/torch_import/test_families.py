@@ -12,7 +12,7 @@ from parity import AdamW, Case, check
 from tests.torch_import.families import FAMILIES
 from tests.torch_import.reference import weighted
 
-SLOW = ("image_network", "gpt2", "lstm")
+SLOW = ("image_network", "lstm")
 
 
 def case_of(name: str) -> Case:
