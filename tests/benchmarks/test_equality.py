@@ -113,6 +113,7 @@ def test_a_loss_that_is_a_millionth_larger_is_refused(monkeypatch, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_different_model_is_refused(monkeypatch, capsys):
     def make(**sizes):
         from jaxtrain.models import GPT2Config

@@ -165,7 +165,7 @@ def test_stablehlo_gives_the_logits_of_the_evaluation(name, exported):
     assert_same(runpy.run_path(str(out / "load.py"))["logits"](*inputs), truth, ours)
 
 
-@pytest.mark.sampled(1, slow=3)
+@pytest.mark.sampled(0, slow=3)
 @pytest.mark.parametrize("name", ["gpt-stdlib", *(p for p in reversed(REST) if p.values[0] in IN_TRANSFORMERS)])
 def test_transformers_give_the_logits_of_the_evaluation(name, exported):
     folder, out, _ = exported(name, "huggingface")

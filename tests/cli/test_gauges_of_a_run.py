@@ -34,6 +34,7 @@ def test_a_run_on_a_gpu_logs_its_utilization_and_histograms(monkeypatch, capsys)
     assert "GPU utilization" in Path("run/report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_on_a_cpu_logs_no_utilization(capsys):
     flags = "--steps 2 --hidden 32 --batch-size 16 --log-every 1 --out run"
     assert main(["train", "digits-mlp", *flags.split()]) == 0

@@ -39,6 +39,7 @@ def here(trained):
     return Path("run")
 
 
+@pytest.mark.slow
 def test_a_run_records_its_file(trained):
     folder = RunFolder(trained / "run")
     config = json.loads(folder.config.read_text())
@@ -196,6 +197,7 @@ def test_plan_compiles_a_users_step(trained, capsys):
     assert found["command"] == f"jaxtrain train {trained}/curve.py::Curve --width 16"
 
 
+@pytest.mark.slow
 def test_profile_traces_a_users_step(here, capsys):
     assert run("profile run --steps 2") == 0
     out = capsys.readouterr().out

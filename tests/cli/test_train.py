@@ -139,6 +139,7 @@ def test_resuming_a_finished_run_reports_it_and_may_extend_it(capsys):
     assert read_recipe(RunFolder(Path("runs/digits-mlp")))[1].steps == 6
 
 
+@pytest.mark.slow
 def test_the_logged_learning_rate_is_the_one_used():
     assert run(f"train digits-mlp --steps 10 --hidden 16 --warmup-steps 3 {SMALL}") == 0
     recipe = read_recipe(RunFolder(Path("runs/digits-mlp")))[1]

@@ -132,6 +132,7 @@ def test_models_without_sequences_raise_an_error(name):
         trace_run(name, "data=2,sequence=2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "spec", "tokens", "n"), [("gpt2", "sequence=3", 8, 3), ("vit", "sequence=4", 5, 4)])
 def test_indivisible_lengths_raise_an_error(name, spec, tokens, n):
     message = f"a sequence of {tokens} tokens is not divisible by the {n} devices of sequence: use a multiple of {n}"

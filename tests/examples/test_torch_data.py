@@ -161,6 +161,7 @@ def test_fit_has_the_losses_of_the_script(order, tmp_path):
     assert len(set(expected)) == STEPS
 
 
+@pytest.mark.slow
 def test_a_resumed_fit_has_the_losses_of_the_script(tmp_path):
     def interrupt(step, metrics, state):
         if step == 6:

@@ -125,6 +125,7 @@ def test_only_the_adapters_are_trained():
     assert sum(x.size for x in jax.tree.leaves(moments)) == sum(x.size for x in jax.tree.leaves(before["lora"]))
 
 
+@pytest.mark.slow
 def test_dropout_applies_to_the_input_of_each_adapter_with_a_separate_mask():
     params, apply = {"base": PARAMS, "lora": some_adapters()}, lora.with_adapters(APPLY, replace(CONFIG, dropout=0.5))
 

@@ -127,6 +127,7 @@ def test_configs_round_trip_through_transformers():
     assert from_hf(older) == CONFIG
 
 
+@pytest.mark.slow
 def test_router_logits_are_returned_if_requested():
     tokens = np.arange(8, dtype=np.int32).reshape(2, 4)
     apply, params = functional(Mixtral(CONFIG, rngs=nnx.Rngs(0)))

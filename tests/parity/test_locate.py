@@ -285,7 +285,7 @@ def updated(case: Case, **wrong: Any) -> Case:
     return dataclasses.replace(case, optimizer=Optimizer("AdamW", right.torch, ours, right.moments))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("wrong", "theirs"),
     [

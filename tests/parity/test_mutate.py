@@ -106,6 +106,7 @@ def test_the_outcomes_are_written_as_json(tmp_path: Path) -> None:
     assert mutant == {"name": "leaky-relu-slope", "case": "layer", "caught": True, "located": True}
 
 
+@pytest.mark.slow
 def test_mutants_of_one_clean_case_share_its_verdict_and_it_counts_once() -> None:
     found = mutate(["adam-eps", "adam-eps-in-the-root", "adamax-is-adam"], located=False)
     assert [outcome.clean_runs for outcome in found] == [1, 0, 1]

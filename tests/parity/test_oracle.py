@@ -305,6 +305,7 @@ def test_a_constant_that_is_returned_is_in_float64_as_well() -> None:
     assert (returned.dtype, float(returned)) == (np.float64, 0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_dropout_masks_do_not_depend_on_the_dtype() -> None:
     key = jax.random.key(0)

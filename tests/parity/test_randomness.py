@@ -71,6 +71,7 @@ def test_a_model_without_dropout_draws_no_masks() -> None:
     assert dropout_masks(cnn_bn.case(), "fp32", accumulate=1, steps=2, seed=0) == [[], []]
 
 
+@pytest.mark.slow
 def test_scans_are_unrolled_in_the_order_they_run() -> None:
     keys = jax.random.split(KEY, 3)
     for reverse in (False, True):

@@ -76,6 +76,7 @@ def test_checks_pass_on_a_correct_machine(check: Callable[[], Any]) -> None:
     assert {finding.passed for finding in findings} == {True}, findings
 
 
+@pytest.mark.slow
 def test_checkpoint_and_collectives_pass() -> None:
     for check in (checkpoint.checkpoint, collectives.collectives):
         assert {finding.passed for finding in found(check)} == {True}
@@ -210,6 +211,7 @@ def test_micro_batches_averaged_without_their_weights_are_detected(monkeypatch: 
     assert finding.passed is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "seen"),
     [

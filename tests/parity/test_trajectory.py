@@ -114,6 +114,7 @@ def test_a_small_bug_in_a_chaotic_run_is_not_mistaken_for_chaos(start: int, wron
     assert any(fault.startswith("loss, step ") for fault in verdict.faults)
 
 
+@pytest.mark.slow
 def test_chaos_within_the_compared_steps_fails_and_is_reported() -> None:
     verdict = check(wells(1.9), steps=20, locate=True)
     assert not verdict.passed

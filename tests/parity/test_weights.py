@@ -162,6 +162,7 @@ def test_tensors_without_counterpart_are_listed_in_one_line() -> None:
         assert part in expected
 
 
+@pytest.mark.slow
 def test_the_proof_counts_every_tensor_once() -> None:
     proof = prove(CASES["cnn-bn"]())
     assert (proof.tensors, proof.buffers, proof.leaves, proof.tied) == (6, 3, 9, {})

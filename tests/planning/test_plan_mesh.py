@@ -349,6 +349,7 @@ def test_wrong_usage_is_a_one_line_error(flags, message, capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("up_to_four_devices")
 def test_the_reason_why_a_mesh_cannot_grow_is_printed(capsys, monkeypatch):
     first = Scaling(dataclasses.replace(MLP, mesh="data=2"), jax.devices(), CPU).share(parse_mesh("data=2"))

@@ -349,6 +349,7 @@ def test_without_a_limit_a_stall_is_not_reported():
         check_settings(dataclasses.replace(RECIPES["digits-mlp"], stall_seconds=-1.0))
 
 
+@pytest.mark.slow
 def test_waits_are_logged(tmp_path, monkeypatch):
     slow = Loader.__next__
 

@@ -148,6 +148,7 @@ def test_frozen_kernels_hooks_averages_and_evaluation():
     np.testing.assert_allclose(evaluated.total / evaluated.weight, metrics["loss"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_inf_skips_the_update():
     factor = np.ones(16, np.float32)
     factor[3] = np.inf
