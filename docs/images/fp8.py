@@ -1,8 +1,9 @@
-"""Train gpt-stdlib in bf16 and in fp8 from ten seeds each: `python -m docs.images.fp8 FOLDER`.
+"""Train gpt-stdlib in bf16 and in fp8 from several seeds each: `python -m docs.images.fp8 FOLDER`.
 
-FOLDER keeps the runs; those that it has are not repeated. The curves are written to
-benchmarks/results/cpu-2-cores-fp8-curves.json and drawn in docs/images/fp8.svg, and the tests of the difference of the
-final losses are printed. `pytest -m nightly tests/recipes/test_fp8_curves.py` does so with five seeds and short runs.
+FOLDER keeps the runs; those that it has are not repeated. The curves of ten seeds of a small model are written to
+benchmarks/results/cpu-2-cores-fp8-curves.json and drawn in docs/images/fp8.svg, those of seven seeds of the recipe
+itself to benchmarks/results/cpu-2-cores-fp8-curves-recipe.json, and the tests of the difference of the final losses are
+printed. `pytest -m nightly tests/recipes/test_fp8_curves.py` does so with five seeds and short runs.
 """
 
 import json
@@ -17,8 +18,10 @@ from scipy import stats
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent.parent / "benchmarks/results/cpu-2-cores-fp8-curves.json"
-SEEDS = range(10)
+RESULTS_OF_RECIPE = RESULTS.with_stem(f"{RESULTS.stem}-recipe")
+SEEDS, SEEDS_OF_RECIPE = range(10), range(7)
 SIZE = "--n-layer 2 --n-embd 64 --seq-len 64 --eval-every 50 --eval-sequences 1024"
+SIZE_OF_RECIPE = "--eval-every 50 --eval-sequences 512"
 COLORS = {"bf16": "#52525b", "fp8": "#c2410c"}
 INK = "#52525b"
 
@@ -85,16 +88,19 @@ def draw(curves: dict[str, Any]) -> None:
     figure.savefig(HERE / "fp8.svg", metadata={"Date": None}, facecolor="white")
 
 
-if __name__ == "__main__":
+def measure(folder: Path, seeds: range, size: str, results: Path) -> dict[str, Any]:
+    """Train from all seeds in both precisions; write and return the curves and their comparison."""
     from parity.attestation import environment
 
-    curves = {precision: [run(Path(sys.argv[1]), precision, seed) for seed in SEEDS] for precision in COLORS}
-    found = {
-        "environment": environment(),
-        "flags": SIZE,
-        "comparison": compare(*final_losses(curves)),
-        "curves": curves,
-    }
-    RESULTS.write_text(json.dumps(found) + "\n")
-    draw(curves)
-    print(json.dumps(found["comparison"], indent=2))
+    curves = {precision: [run(folder, precision, seed, size) for seed in seeds] for precision in COLORS}
+    comparison = compare(*final_losses(curves))
+    found = {"environment": environment(), "flags": size, "comparison": comparison, "curves": curves}
+    results.write_text(json.dumps(found) + "\n")
+    print(results.name, json.dumps(comparison, indent=2))
+    return curves
+
+
+if __name__ == "__main__":
+    runs = Path(sys.argv[1])
+    draw(measure(runs / "small", SEEDS, SIZE, RESULTS))
+    measure(runs / "recipe", SEEDS_OF_RECIPE, SIZE_OF_RECIPE, RESULTS_OF_RECIPE)
