@@ -88,7 +88,7 @@ def scaled(x: jax.Array, dtype: Any, scale: jax.Array, *, hides_inf: bool = True
     return Quantized(_cast.bind(x, scale, dtype=np.dtype(dtype), hides_inf=hides_inf), scale)
 
 
-def _evaluate_cast(x: jax.Array, scale: jax.Array, *, dtype: Any, hides_inf: bool) -> jax.Array:
+def evaluate_cast(x: jax.Array, scale: jax.Array, *, dtype: Any, hides_inf: bool) -> jax.Array:
     """Multiply by scales and convert."""
     wide = x.astype(np.float32)
     product = wide * scale
@@ -105,16 +105,16 @@ Differentiation of a scan would divide a function whose array is the same in eve
 _cast = Primitive(CAST)
 _cast.def_impl(lambda *args, **params: jax.jit(functools.partial(_cast.bind, **params))(*args))
 _cast.def_abstract_eval(
-    lambda *args, **params: jax.make_jaxpr(functools.partial(_evaluate_cast, **params))(*args).out_avals[0]
+    lambda *args, **params: jax.make_jaxpr(functools.partial(evaluate_cast, **params))(*args).out_avals[0]
 )
 ad.primitive_jvps[_cast] = lambda primals, tangents, **params: jax.jvp(
-    functools.partial(_evaluate_cast, **params), tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
+    functools.partial(evaluate_cast, **params), tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
 )
 batching.primitive_batchers[_cast] = lambda args, axes, **params: (
-    jax.vmap(functools.partial(_evaluate_cast, **params), axes)(*args),
+    jax.vmap(functools.partial(evaluate_cast, **params), axes)(*args),
     0,
 )
-mlir.register_lowering(_cast, mlir.lower_fun(_evaluate_cast, multiple_results=False))
+mlir.register_lowering(_cast, mlir.lower_fun(evaluate_cast, multiple_results=False))
 
 
 def largest_magnitude(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:

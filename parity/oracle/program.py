@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.fp8_product import NAME as FP8_PRODUCT
 from jaxtrain.transforms.fp8_product import evaluate as evaluate_fp8_product
+from jaxtrain.transforms.fp8_scales import CAST, evaluate_cast
 from jaxtrain.transforms.scaled_product import NAME as SCALED_PRODUCT
 from jaxtrain.transforms.scaled_product import evaluate as evaluate_scaled_product
 from parity.oracle.in_jax import BITS, evaluate, traced_in_32_bits
@@ -19,6 +20,7 @@ from parity.oracle.in_jax import BITS, evaluate, traced_in_32_bits
 _WRITTEN_OUT: dict[str, Callable[..., jax.Array]] = {
     FP8_PRODUCT: evaluate_fp8_product,
     SCALED_PRODUCT: evaluate_scaled_product,
+    CAST: evaluate_cast,
 }
 """Primitives that are evaluated by the operations that they consist of."""
 
