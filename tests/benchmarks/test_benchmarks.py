@@ -68,7 +68,7 @@ def test_features_change_the_losses_only_by_clipping():
         assert (abs(plain[1] - other[1]) > 1e-6) == clips, feature
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_failed_engine_is_reported_with_its_last_line_of_output():
     with pytest.raises(RunFailed, match=r"by torch_eager.*remat 'dots' has no counterpart"):
         time_jobs([small_job("torch_eager", remat="dots")], 1, Budget(300), lambda _: None)

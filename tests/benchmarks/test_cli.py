@@ -104,7 +104,7 @@ def test_wrong_usage_is_a_one_line_error_with_the_remedy(arguments, known, tmp_p
     assert known in error
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_both_engines_are_timed_on_the_same_work(monkeypatch, tmp_path, capsys):
     groups = [[Job("gpt2-tiny", engine, sizes=SIZES) for engine in ("jax", "torch_eager")]]
     monkeypatch.setitem(SUITES, "short", Suite(groups, rounds=2, ceilings=[]))

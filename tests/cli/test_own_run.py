@@ -276,7 +276,7 @@ def test_a_mesh_trains_a_users_run_as_one_device_does(trained):
         assert b["eval_loss"] == pytest.approx(a["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.nightly  # two processes
+@pytest.mark.slow  # two processes
 def test_launch_trains_a_users_run_in_two_processes(trained):
     command = f"launch -n 2 -- train {trained}/curve.py::Curve --mesh data=2 --out launched --quiet"
     subprocess.run([sys.executable, "-m", "jaxtrain.cli", *command.split()], check=True, capture_output=True)

@@ -402,7 +402,7 @@ def run_in_process(module, *arguments, devices):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_plans_reach_1024_devices():
     out = run_in_process("jaxtrain.cli", *shlex.split(f"plan {RECIPE} --mesh data=2,fsdp=4 --json"), devices=1)
     rows = json.loads(out)["rows"]
