@@ -19,12 +19,15 @@ sys.modules[SPEC.name] = notebooks  # required by dataclass
 SPEC.loader.exec_module(notebooks)
 
 LESSONS = {"train", "port", "migrate", "scale", "plan", "nans", "data", "finetuning"}
+# They start dozens of programs, or run longer than `train`, which is representative.
+LONG = {"data", "finetuning", "migrate", "nans", "plan", "port", "scale"}
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def by_name():
-    return [pytest.param(page, id=page.stem, marks=pytest.mark.nightly) for page in notebooks.PAGES]
+    mark = lambda page: pytest.mark.nightly if page.stem in LONG else pytest.mark.slow  # noqa: E731
+    return [pytest.param(page, id=page.stem, marks=mark(page)) for page in notebooks.PAGES]
 
 
 def agrees(expected, line):

@@ -36,7 +36,7 @@ RESULTS = {
     "two_tower.py::Docstrings": ("eval_top5", 0.38, 0.5),
     "growing_folder.py::GrowingFolder": ("bits_per_byte", 3.1, 3.7),
 }
-SHORT = {"equinox_regression.py::Diabetes"}
+SHORT = {"equinox_regression.py::Diabetes", "linen_vae.py::VAE"}
 # Python code by which a run kills itself.
 KILLS = {
     "after step 5": """
@@ -106,6 +106,7 @@ def test_every_example_with_a_recipe_is_tested():
 all_examples = pytest.mark.parametrize("example", EXAMPLES)
 
 
+# Killed runs are resumed of every example.
 @pytest.mark.parametrize(
     "example", [pytest.param(name, marks=[pytest.mark.nightly] * (i > 0)) for i, name in enumerate(EXAMPLES)]
 )
@@ -119,7 +120,7 @@ def test_an_example_interrupted_and_resumed_equals_the_uninterrupted_run(example
     assert resumed.sample == run.whole.sample
 
 
-@pytest.mark.sampled(0, slow=2)  # by default, runs of a recipe are killed: tests/soak/test_kills.py
+@pytest.mark.slow  # by default, runs of a recipe are killed: tests/soak/test_kills.py
 @pytest.mark.parametrize(("example", "kill"), [*zip(EXAMPLES, itertools.cycle(KILLS), strict=False)])
 def test_an_example_killed_and_resumed_equals_the_uninterrupted_run(example, kill, chain, server, tmp_path):
     run = chain(example)
@@ -134,7 +135,7 @@ def test_an_example_killed_and_resumed_equals_the_uninterrupted_run(example, kil
     assert logged(resumed) == logged(run.whole)
 
 
-@pytest.mark.sampled(0, slow=2)  # tests/cli/test_own_run.py replays a step of a user's run by default
+@pytest.mark.slow  # tests/cli/test_own_run.py replays a step of a user's run by default
 @all_examples
 def test_replay_repeats_a_step_of_an_example(example, chain, capsys):
     assert jaxtrain.cli.main(["replay", str(chain(example).whole.run.path), str(STEPS)]) == 0

@@ -10,7 +10,7 @@ from jaxtrain.data.batches import training_batches
 from tests.examples.test_examples import load
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_retrieval_beats_chance_after_a_short_training(tmp_path):
     recipe = load("two_tower.py::Docstrings", width=64, batch_size=64, steps=80, lr=1e-2, eval_every=80)
     first, last = (line for line in jt.fit(recipe, tmp_path / "run", quiet=True).history if "eval_top5" in line)

@@ -50,18 +50,12 @@ def test_all_options_together_equal_the_explicit_form():
     assert_explicit(EVERYTHING, range(5))
 
 
-@pytest.mark.parametrize(
-    ("n", "of_each"), [pytest.param(10, 8, marks=pytest.mark.slow), pytest.param(32, 32, marks=pytest.mark.nightly)]
-)
-def test_any_combination_of_options_equals_the_explicit_form(n, of_each):
-    """n programs, each for several arrays."""
-
-    @settings(max_examples=n, deadline=None, derandomize=True)
-    @given(programs(), st.integers(0, 2**30))
-    def check(program, seed):
-        assert_explicit(program, range(seed, seed + of_each))
-
-    check()
+@pytest.mark.slow
+@settings(max_examples=32, deadline=None, derandomize=True)
+@given(programs(), st.integers(0, 2**30))
+def test_any_combination_of_options_equals_the_explicit_form(program, seed):
+    """32 programs, each for 32 arrays."""
+    assert_explicit(program, range(seed, seed + 32))
 
 
 def transformed(program, given, cotangent):

@@ -54,7 +54,7 @@ def test_a_run_killed_at_random_times_ends_like_an_uninterrupted_one(kills, serv
     assert min(done.values()) >= kills // len(MOMENTS)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_killed_fine_tuning_resumes_from_adapters_alone(server):
     write_pretrained(server.folder)
     whole, killed = server.folder / "whole-adapters", server.folder / "killed-adapters"
