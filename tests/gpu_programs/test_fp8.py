@@ -70,8 +70,8 @@ def test_all_products_with_kernels_are_in_8_bits(precision, accumulate, unroll):
     assert found.host_waits == 0
 
 
-def _llama(precision):
-    recipe = Llama1B(batch_size=16, seq_len=2048, precision=precision, remat="none")
+def _llama(precision, accumulate=1):
+    recipe = Llama1B(batch_size=16, seq_len=2048, precision=precision, remat="none", accumulate=accumulate)
     task = recipe.task()
     return gpu_program(
         training_step(recipe, task), task.shapes().params, abstract_batch(recipe, task), rules=task.sharding
@@ -90,6 +90,15 @@ def test_a_step_of_llama_1b_takes_three_quarters_of_the_time_in_fp8():
     # Gradients by the rows of queries, keys and values, and of gate and up, are added in the products.
     added = [p for p in in_8_bits if '"beta":1' in fp8.hlo.split(f"%{p.instruction.name} = ")[1].split("\n")[0]]
     assert sum(p.times for p in added) == 3 * 16
+
+
+def test_a_window_of_llama_1b_moves_less_in_fp8():
+    """Kernels are converted once for the four micro-batches of a window."""
+    bf16, fp8, delayed = (_llama(precision, accumulate=4) for precision in ("bf16", "fp8", "fp8_delayed"))
+    assert delayed.moved_bytes < fp8.moved_bytes < bf16.moved_bytes
+    assert fp8.seconds <= 0.751 * bf16.seconds
+    assert delayed.seconds <= 0.75 * bf16.seconds
+    assert delayed.product_dtypes == fp8.product_dtypes
 
 
 @pytest.mark.parametrize(
