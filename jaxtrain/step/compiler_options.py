@@ -31,6 +31,8 @@ _GPU_MESH: CompilerOptions = {
 _FP8: CompilerOptions = {
     # Small products that share an operand are not merged into one, which would not be recognized as one in 8 bits.
     "xla_gpu_dot_merger_threshold_mb": 0,
+    # Triton takes products before they are recognized as such, and multiplies operands converted back to 16 bits.
+    "xla_gpu_enable_triton_gemm": False,
 }
 # Of unrolled layers: transfers of vectors are combined, but not those of matrices. By default one transfer of several
 # layers starts when the first parameter is needed, and another one when the last gradient is computed.
