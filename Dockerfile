@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # jaxtrain in a container (docs/container.md):  docker build --build-arg EXTRA=cuda12 --tag jaxtrain .
 # EXTRA is empty for the CPU, or cuda12 or cuda13 for NVIDIA GPUs. CUDA libraries are installed with the Python packages;
-# the host provides the driver. constraints.txt pins the versions for this version of Python.
+# the host provides the driver. constraints.txt pins the versions.
 
 FROM python:3.11-slim-bookworm AS build
 ARG EXTRA=

@@ -27,8 +27,8 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _SOURCE = re.compile(r'source_file="([^"]+)" source_line=(\d+)')
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 _NUMBER = re.compile(r"(\w+)=(\d+)")
-# Libraries; an operation is attributed to the line that called them.
-LIBRARIES = re.compile(r"/site-packages/(jax|jaxlib|flax|optax)/")
+# Libraries, and decorators that they use; an operation is attributed to the line that called them.
+LIBRARIES = re.compile(r"/site-packages/(jax|jaxlib|flax|optax)/|/python3\.\d+/contextlib\.py$")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """Memory that XLA's CPU library allocates while a step runs, which the compiler's memory analysis omits.
 
 Convolutions and sums over rows call a library (YNNPACK), which allocates separate blocks. A convolution copies its
-padded input and its kernel, which in the gradient of the weights is as large as the activations. A sum over rows stores
-partial sums, if it has so many columns that its block of 2^15 results holds few rows. These sizes were measured, and
-`tests/planning/test_plan.py` measures them again: the library does not document them.
+padded input and its kernel, which in the gradient of the weights is as large as the activations. Sums over rows
+allocate at most 18 MiB and are not counted. These sizes were measured: the library does not document them.
 
 Products that the library does not take are Eigen's. With several threads it packs blocks of an operand, whose number
 depends on the product's shape and on the CPU's caches; they are not counted. The largest measured were 512 rows of the
@@ -13,13 +12,11 @@ operand: 16 MiB for [64, 512] x [512, 8192] in float32.
 import math
 import re
 
-_BLOCK = 2**15
 _ITEM = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
 _COMPUTATION = re.compile(r"^%?([\w.-]+) \(.*\{$", re.M)
 _CALL = re.compile(r"kind=kCustom, calls=%?([\w.-]+),.*__ynn_fusion")
 _VALUE = re.compile(r"%?([\w.-]+) = (\w+)\[([\d,]*)\]")
 _CONVOLUTION = re.compile(r"\bconvolution\(%?([\w.-]+), %?([\w.-]+)\), window=\{(.*?)\}, dim_labels=(\w+)_")
-_REDUCE = re.compile(r"= \w+\[([\d,]*)\]\S* reduce\(%?([\w.-]+),.*dimensions=\{([\d,]*)\}")
 
 
 def cpu_workspace(hlo: str) -> int:
@@ -36,7 +33,7 @@ def cpu_workspace(hlo: str) -> int:
         return 0
     parts = _COMPUTATION.split(hlo)[1:]
     bodies = (body for name, body in zip(parts[::2], parts[1::2], strict=True) if name in called)
-    return max(max(_convolution(body.partition("\n}")[0]), _reduction(body.partition("\n}")[0])) for body in bodies)
+    return max(_convolution(body.partition("\n}")[0]) for body in bodies)
 
 
 def _convolution(body: str) -> int:
@@ -55,17 +52,6 @@ def _convolution(body: str) -> int:
     pads = [sum(map(int, pad.split("_"))) for pad in window.get("pad", "x".join(["0_0"] * len(sizes))).split("x")]
     padded = math.prod(n + pad for n, pad in zip(dilated, pads, strict=True)) * math.prod(shape) // math.prod(sizes)
     return item * padded + kernel_item * math.prod(kernel)
-
-
-def _reduction(body: str) -> int:
-    found = _REDUCE.search(body)
-    if found is None:
-        return 0
-    item, shape = _values(body)[found[2]]
-    if str(len(shape) - 1) in found[3].split(","):
-        return 0
-    columns = math.prod(_shape(found[1]))
-    return item * math.prod(shape) // max(1, _BLOCK // columns)
 
 
 def _values(body: str) -> dict[str, tuple[int, list[int]]]:

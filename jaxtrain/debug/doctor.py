@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+TESTED_JAX = "0.10.1" if sys.version_info < (3, 12) else "0.12.0.1"
+"""The version of JAX in constraints.txt."""
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 DRIVER = Path("/proc/driver/nvidia/version")
 SHARED_MEMORY = Path("/dev/shm")
@@ -208,7 +210,7 @@ def internals() -> Iterator[Finding]:
     missing = missing_internals()
     if missing:
         names = "; ".join(f"{internal.name} (used by {internal.used_by})" for internal in missing)
-        fix = "install a JAX version that jaxtrain is tested with: pip install 'jax>=0.10,<0.11'"
+        fix = f"install the JAX version that jaxtrain is tested with: pip install jax=={TESTED_JAX}"
         yield Finding("JAX internals", "problem", f"jax {jax.__version__} lacks {names}", fix)
     else:
         yield Finding("JAX internals", "fine", f"all {len(INTERNALS)} are present in jax {jax.__version__}")

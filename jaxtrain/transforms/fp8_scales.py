@@ -25,6 +25,7 @@ TILE = 128
 
 _LEAST_AMAX = 1e-12  # torchao's EPS
 _MANTISSA = np.uint32((1 << 23) - 1)
+_BELOW_BFLOAT16 = np.uint32((1 << 16) - 1)
 
 
 class Quantized(NamedTuple):
@@ -90,10 +91,27 @@ def scaled(x: jax.Array, dtype: Any, scale: jax.Array, *, hides_inf: bool = True
 
 def evaluate_cast(x: jax.Array, scale: jax.Array, *, dtype: Any, hides_inf: bool) -> jax.Array:
     """Multiply by scales and convert."""
+    return _product(x, scale, dtype, hides_inf).astype(dtype)
+
+
+def _product(x: jax.Array, scale: jax.Array, dtype: Any, hides_inf: bool) -> jax.Array:
+    """Return what is converted, in float32 and in the range of the format."""
     wide = x.astype(np.float32)
     product = wide * scale
     # A selection would keep XLA:GPU from computing x in the kernel that converts it. 0 is subtracted, or NaN.
-    return convert(product if hides_inf else saturated(product, dtype) - (wide - wide), dtype)
+    return saturated(product if hides_inf else saturated(product, dtype) - (wide - wide), dtype)
+
+
+def _cast_on_cpu(x: jax.Array, scale: jax.Array, *, dtype: Any, hides_inf: bool) -> jax.Array:
+    """Do the same, rounded once also where XLA:CPU converts by way of float16: in the former emitters of JAX 0.10.1.
+
+    A number is first rounded to odd in the precision of bfloat16, which float16 has in the range of both formats. So
+    none becomes the middle between two numbers of a format, which the second rounding might round to the wrong side.
+    """
+    bits = lax.bitcast_convert_type(_product(x, scale, dtype, hides_inf), np.uint32)
+    is_between = ((bits & _BELOW_BFLOAT16) != 0).astype(np.uint32)
+    odd = (bits & ~_BELOW_BFLOAT16) | (is_between << np.uint32(16))
+    return lax.bitcast_convert_type(odd, np.float32).astype(dtype)
 
 
 CAST = "fp8_cast"
@@ -115,6 +133,7 @@ batching.primitive_batchers[_cast] = lambda args, axes, **params: (
     0,
 )
 mlir.register_lowering(_cast, mlir.lower_fun(evaluate_cast, multiple_results=False))
+mlir.register_lowering(_cast, mlir.lower_fun(_cast_on_cpu, multiple_results=False), platform="cpu")
 
 
 def largest_magnitude(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -136,18 +155,13 @@ _AMAX, AMAX = jax.jit(fp8_amax, static_argnums=1), fp8_amax.__name__
 """The jitted function, and its name, by which `fuse_casts` finds it."""
 
 
-def convert(x: jax.Array, dtype: Any) -> jax.Array:
-    """Convert to a format; finite numbers beyond its range become its largest.
+def saturated(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return float32 numbers, those beyond the range of a format replaced by its largest.
 
     Example:
-      >>> convert(jnp.array([500.0, -1e9, jnp.nan]), E4M3).tolist()
+      >>> saturated(jnp.array([500.0, -1e9, jnp.nan]), E4M3).tolist()
       [448.0, -448.0, nan]
     """
-    return saturated(x.astype(np.float32), dtype).astype(dtype)
-
-
-def saturated(x: jax.Array, dtype: Any) -> jax.Array:
-    """Return float32 numbers, those beyond the range of a format replaced by its largest."""
     largest = np.float32(jnp.finfo(dtype).max)
     return lax.clamp(-largest, x, largest)
 

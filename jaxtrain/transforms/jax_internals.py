@@ -140,6 +140,16 @@ def assumed_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
         fused_attention.check_cudnn_version = installed
 
 
+def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
+    """Return the axes of the mesh that a `shard_map` divides its operands over."""
+    # JAX 0.10.1 and earlier have the second name.
+    axes: frozenset[str] = next(eqn.params[name] for name in _MANUAL_AXES if name in eqn.params)
+    return axes
+
+
+_MANUAL_AXES = ("newly_manual_axes", "manual_axes")
+
+
 _jaxpr, _processes, _fused = "transforms.jaxpr", "distributed.processes", "models.attention.cudnn"
 
 
@@ -319,5 +329,10 @@ INTERNALS: tuple[Internal, ...] = (
     _has_params("custom_vjp_call", _with_vjp, "call_jaxpr", "num_consts", "symbolic_zeros", "out_trees"),
     _is_callable("custom_vjp_call", _with_vjp, "fwd_jaxpr_thunk"),
     _is_callable("custom_vjp_call", _with_vjp, "bwd"),
-    _has_params("shard_map", _sharded, "jaxpr", "mesh", "in_specs", "out_specs", "check_vma", "newly_manual_axes"),
+    _has_params("shard_map", _sharded, "jaxpr", "mesh", "in_specs", "out_specs", "check_vma"),
+    Internal(
+        "shard_map[newly_manual_axes] or shard_map[manual_axes]",
+        _jaxpr,
+        lambda: manual_axes(_equation(_sharded, "shard_map")) == {"i"},
+    ),
 )

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxtrain.transforms.jax_internals import source_info_util
+from jaxtrain.transforms.jax_internals import manual_axes, source_info_util
 
 _Function = TypeVar("_Function")
 
@@ -235,8 +235,7 @@ def _shardings(given: Sequence[Any]) -> list[jax.sharding.Sharding | None]:
 def _shard_map(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     body = eqn.params["jaxpr"]
     options = {name: eqn.params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
-    axes = eqn.params["newly_manual_axes"]
-    return list(jax.shard_map(lambda *a: tuple(run(body, (), a)), axis_names=axes, **options)(*args))
+    return list(jax.shard_map(lambda *a: tuple(run(body, (), a)), axis_names=manual_axes(eqn), **options)(*args))
 
 
 def _checkpoint(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:

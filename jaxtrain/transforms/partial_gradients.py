@@ -27,6 +27,7 @@ from jaxtrain.transforms.fp8_product import NAME as FP8_PRODUCT
 from jaxtrain.transforms.fp8_product import Product
 from jaxtrain.transforms.gathered import DIVIDED_LOOKUP, GATHERED_COPY
 from jaxtrain.transforms.groups import Groups, LastPartial, Partial
+from jaxtrain.transforms.jax_internals import manual_axes
 from jaxtrain.transforms.recompute import Gradient, gradient_on_gpu
 from jaxtrain.transforms.window_sums import is_scanned, of_layers, with_window_sums
 
@@ -154,7 +155,7 @@ def _scan(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run, groups: Groups) -> lis
 
 def _shard_map(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run, of_rows: Groups) -> list[Any]:
     """Compute each group with its own copy of a parameter, the gradients of which are the partial sums."""
-    body, manual, specs = eqn.params["jaxpr"], eqn.params["newly_manual_axes"], [*eqn.params["in_specs"]]
+    body, manual, specs = eqn.params["jaxpr"], manual_axes(eqn), [*eqn.params["in_specs"]]
     options = {"mesh": eqn.params["mesh"], "axis_names": manual}
     copied = set()
     for i, x in enumerate(args):

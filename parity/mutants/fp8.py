@@ -92,7 +92,7 @@ def _amax_of_the_kernel() -> Iterator[None]:
         def quantize(of: jax.Array, dtype: Any, axes: tuple[int, ...], **options: Any) -> Quantized:
             wrong = kernel if of is x else of
             scale = fp8_scales.scale_of(jnp.max(jnp.abs(wrong), keepdims=True).reshape((1,) * of.ndim), dtype)
-            return Quantized(fp8_scales.convert(of * scale, dtype), scale)
+            return fp8_scales.scaled(of, dtype, scale)
 
         with mock.patch.object(fp8_operands, "quantize", quantize):
             return right(self, x, kernel, *bias)
@@ -109,7 +109,7 @@ def _transposed_blocks(fp8: Any, kernel: jax.Array) -> Quantized:
 
     def quantize(blocks: jax.Array, dtype: Any, axes: tuple[int, ...], **options: Any) -> Quantized:
         scale = right(blocks, dtype, axes, **options).scale.transpose(2, 1, 0, 3)
-        return Quantized(fp8_scales.convert(blocks * scale, dtype), scale)
+        return fp8_scales.scaled(blocks, dtype, scale)
 
     with mock.patch.object(fp8_operands, "quantize", quantize):
         return _right_blocks(fp8, kernel)

@@ -16,7 +16,7 @@ from jaxtrain.debug import doctor
 @pytest.fixture
 def versions(monkeypatch):
     """Fake package versions by name."""
-    fake = {"jax": "0.10.2", "jaxlib": "0.10.2"}
+    fake = {"jax": "0.10.1", "jaxlib": "0.10.1"}
 
     def version(name):
         if name not in fake:
@@ -65,10 +65,10 @@ def test_a_terminal_shows_each_name_beside_its_message(capsys, monkeypatch):
     ("installed", "fix"),
     [
         ({}, ""),
-        ({"jaxlib": "0.9.0"}, "pip install jaxlib==0.10.2"),
-        ({"jax-cuda13-plugin": "0.10.2", "jax-cuda13-pjrt": "0.10.2"}, ""),
-        ({"jax-cuda13-plugin": "0.9.1", "jax-cuda13-pjrt": "0.10.2"}, "pip install jax-cuda13-plugin==0.10.2"),
-        ({"jax-cuda12-plugin": "0.10.2", "jax-cuda13-plugin": "0.10.2"}, "pip uninstall jax-cuda12-plugin"),
+        ({"jaxlib": "0.9.0"}, "pip install jaxlib==0.10.1"),
+        ({"jax-cuda13-plugin": "0.10.1", "jax-cuda13-pjrt": "0.10.1"}, ""),
+        ({"jax-cuda13-plugin": "0.9.1", "jax-cuda13-pjrt": "0.10.1"}, "pip install jax-cuda13-plugin==0.10.1"),
+        ({"jax-cuda12-plugin": "0.10.1", "jax-cuda13-plugin": "0.10.1"}, "pip uninstall jax-cuda12-plugin"),
     ],
 )
 def test_incompatible_versions_are_reported(versions, installed, fix):

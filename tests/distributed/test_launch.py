@@ -4,7 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -28,16 +27,15 @@ def launcher(program: str, n: int = 2, grace: float = LONG) -> list[str]:
     return [sys.executable, "-c", outer]
 
 
-def launched(program: str, n: int = 2, grace: float = LONG) -> tuple[int, str, str, float]:
-    """Return exit status, stdout, stderr and elapsed seconds."""
-    begin = time.monotonic()
+def launched(program: str, n: int = 2, grace: float = LONG) -> tuple[int, str, str]:
+    """Return exit status, stdout and stderr."""
     done = subprocess.run(launcher(program, n, grace), capture_output=True, text=True, timeout=2 * LONG)
-    return done.returncode, done.stdout, done.stderr, time.monotonic() - begin
+    return done.returncode, done.stdout, done.stderr
 
 
 def test_each_line_is_forwarded_with_the_number_of_its_process() -> None:
     text = "x" * 5000
-    status, out, err, _ = launched(f"[print(i, '{text}') for i in range(20)]; print('to err', file=sys.stderr)", n=3)
+    status, out, err = launched(f"[print(i, '{text}') for i in range(20)]; print('to err', file=sys.stderr)", n=3)
     assert status == 0
     lines = out.splitlines()
     for i in range(3):
@@ -55,17 +53,16 @@ def test_each_line_is_forwarded_with_the_number_of_its_process() -> None:
     ],
 )
 def test_the_first_failure_ends_all_processes_with_its_status(ends: str, status: int, message: str) -> None:
-    code, _, err, seconds = launched(f"time.sleep(0.2); {ends} if me == 1 else time.sleep({LONG})", n=3)
-    assert (code, err) == (status, f"jaxtrain: {message}\n")
-    assert seconds < LONG / 2
+    others = f"[time.sleep({LONG}), print('slept')]"
+    found = launched(f"time.sleep(0.2); {ends} if me == 1 else {others}", n=3)
+    assert found == (status, "", f"jaxtrain: {message}\n")
 
 
 @pytest.mark.slow
 def test_a_process_that_ignores_sigterm_is_killed() -> None:
-    ignore = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep({LONG})"
-    status, out, _, seconds = launched(f"sys.exit(time.sleep(1) or 3) if me else exec({ignore!r})", grace=0.5)
+    ignore = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep({LONG}); print('slept')"
+    status, out, _ = launched(f"sys.exit(time.sleep(1) or 3) if me else exec({ignore!r})", grace=0.5)
     assert (status, out) == (3, "[0] deaf\n")
-    assert seconds < LONG / 2
 
 
 def test_a_consequential_abort_is_not_reported_as_the_failure() -> None:
@@ -104,8 +101,8 @@ def test_a_signal_is_forwarded_once_and_all_processes_may_finish(number: signal.
 
 
 def test_a_second_signal_ends_all_processes_at_once() -> None:
-    program = f"signal.signal(signal.SIGINT, lambda n, f: print('first')); print('ready'); [time.sleep({LONG}), me]"
-    begin = time.monotonic()
+    ready = "signal.signal(signal.SIGINT, lambda n, f: print('first')); print('ready')"
+    program = f"{ready}; [time.sleep({LONG}), print(me)]"
     with subprocess.Popen(launcher(program), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         for line in ("ready", "first"):
@@ -113,18 +110,15 @@ def test_a_second_signal_ends_all_processes_at_once() -> None:
             process.send_signal(signal.SIGINT)
         assert process.communicate() == ("", "")
     assert process.returncode == 130
-    assert time.monotonic() - begin < LONG / 2
 
 
 def test_a_closed_output_ends_the_run() -> None:
-    begin = time.monotonic()
     program = f"[print('line', i) or time.sleep(0.05) for i in range({20 * LONG})]"
     with subprocess.Popen(launcher(program), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         process.stdout.readline()
         process.stdout.close()
-        assert process.wait(LONG) == 143
-    assert time.monotonic() - begin < LONG / 2
+        assert process.wait() == 143
 
 
 def test_each_process_has_its_number_and_devices_in_the_environment() -> None:

@@ -228,6 +228,8 @@ def test_valid_settings_are_accepted(data):
     recipe = dataclasses.replace(RECIPES[name], **{field: value})
     if field == "accumulate":
         recipe = dataclasses.replace(recipe, batch_size=3 * value)
+    if field == "watch_precision":  # of what 16 bits lose
+        recipe = dataclasses.replace(recipe, precision="bf16")
     check_settings(recipe)
 
 

@@ -8,7 +8,7 @@ from jaxtrain.run_folder import RunFolder
 CONFIG = {
     "recipe": "digits-mlp",
     "settings": {"steps": 40, "batch_size": 8, "lr": 0.01, "precision": "fp16", "data": None},
-    "versions": {"jax": "0.10.2"},
+    "versions": {"jax": "0.10.1"},
     "python": "3.11.7",
     "devices": ["cpu"],
     "command": ["jaxtrain", "train"],

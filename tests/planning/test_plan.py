@@ -285,9 +285,7 @@ def test_workspaces_of_the_cpu_library_are_counted():
 
     kernel = 4 * 3 * 3 * 32 * 32
     assert of(convolved, (8, 16, 16, 32), (3, 3, 32, 32)) == 4 * 8 * 18 * 18 * 32 + kernel
-    assert of(lambda x: x.sum(0), (64, 20_000)) == 4 * 64 * 20_000
-    assert of(lambda x: x.sum(0), (64, 10_000)) == 4 * 64 * 10_000 // 3
-    assert of(lambda x: x.sum(1), (64, 10_000)) == 0
+    assert of(lambda x: x.sum(0), (32, 20_000)) == 0
     assert of(jnp.sin, (64, 64)) == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxtrain.transforms import Fp8
 from jaxtrain.transforms.fp8_operands import along_features, along_rows, kernel_along
-from jaxtrain.transforms.fp8_scales import E4M3, E5M2, quantize, scale_of
+from jaxtrain.transforms.fp8_scales import E4M3, E5M2, quantize, scale_of, scaled
 from tests.transforms import torchao_references as torchao
 
 
@@ -86,3 +86,15 @@ def test_tiles_and_blocks_equal_torchao():
     np.testing.assert_array_equal(1 / columns.scale[:, 0, ::128], inverse.numpy())
     np.testing.assert_array_equal(torchao.bits(across.data).transpose(1, 0, 2).reshape(256, 384), torchao.bits(data))
     np.testing.assert_array_equal(1 / across.scale[:, ::128, 0].T, inverse.numpy())
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=lambda dtype: dtype.name)
+def test_numbers_beside_the_middle_of_two_are_rounded_to_the_nearer(dtype):
+    """Rounded twice, as by way of float16, those nearer to the middle than float16 resolves are on the wrong side."""
+    middles = np.arange(1, 2, 1 / 16) * 2.0 ** np.arange(-18, 16)[:, None]
+    beside = middles[..., None, None] * (1 + np.array([-1, 0, 1]) * 2.0 ** -np.arange(7, 24)[:, None])
+    x = np.concatenate([beside.ravel(), -beside.ravel()]).astype(np.float32)
+    found = jax.jit(lambda x: scaled(x, dtype, jnp.ones(1)).data)(x)
+    largest = float(jnp.finfo(dtype).max)
+    expected = torchao.to_torch(jnp.asarray(x)).clamp(-largest, largest).to(torchao.FORMATS[dtype.name])
+    np.testing.assert_array_equal(torchao.bits(found), torchao.bits(expected))

@@ -15,7 +15,7 @@ from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
 from jaxtrain.data.token_cache import TokenizedDocuments, tokenized
 
 # Of the tokens and masks of an example, or how they are derived: part of the key of the cache.
-_VERSION = "masked tokens 2"
+_VERSION = "masked tokens 3"
 
 
 @dataclass(frozen=True, eq=False)

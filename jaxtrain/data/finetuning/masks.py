@@ -1,9 +1,11 @@
 """Examples as tokens, with a mask of those that the model learns to write.
 
-The texts of an example and the spans in the loss are those of `rendering`. Where they are the `{% generation %}` blocks
-of a chat template, the mask is that of `return_assistant_tokens_mask` in `transformers`, to the letter: a block whose
-first character is in no token, as a space may be if the tokenizer removes spaces from its offsets, is not in the loss,
-nor are those after it. Otherwise every token with a character of a span is in the loss.
+The texts of an example and the spans in the loss are those of `rendering`; every token with a character of a span is
+in the loss. So it is in `return_assistant_tokens_mask` of `transformers` since 5.24, except where a tokenizer removes
+spaces from its offsets: there white space at the end of a `{% generation %}` block is missing. Before 5.24 only the
+tokens of a block's first and last characters were looked up: if the first was such a space, neither the block nor those
+after it were in the loss; if the last was, so was the text after the block; and of a last character in several tokens
+only the first was.
 
 Around plain texts, and prompts and completions that are texts, stand the special tokens that the tokenizer adds, and
 `eos_token` is last; around messages, what the template writes, and no more.
@@ -75,7 +77,7 @@ def _encode(rendered: Sequence[Rendered], texts: ModelTokenizer) -> list[Encoded
 
 def _masked(rendered: Rendered, encoding: Any, texts: ModelTokenizer) -> Encoded:
     tokens, offsets = _apart(rendered, encoding, texts)
-    mask = _generation_mask(encoding, rendered.spans) if rendered.is_generation else _span_mask(offsets, rendered.spans)
+    mask = _span_mask(offsets, rendered.spans)
     if rendered.is_whole:
         return Encoded(tokens, mask)
     end = texts.special("end")
@@ -105,17 +107,4 @@ def _span_mask(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.
     for start, stop in spans:
         # The offsets of a token of white space may be empty: then it ends where they are.
         mask |= (stops > start) & ((starts < stop) | ((starts == stops) & (stops == stop)))
-    return mask
-
-
-def _generation_mask(encoding: Any, spans: Sequence[Span]) -> NDArray[np.bool_]:
-    """Return the mask of `transformers`: a span ends with the first token of its last character."""
-    mask = np.zeros(len(encoding.ids), bool)
-    for start, stop in spans:
-        if not stop:
-            continue
-        first, last = encoding.char_to_token(start), encoding.char_to_token(stop - 1)
-        if first is None:
-            break
-        mask[first : last + 1 if last else None] = True
     return mask

@@ -33,7 +33,6 @@ class Rendered(NamedTuple):
       text: The text.
       spans: What is in the loss.
       is_whole: Whether the text has all its special tokens, as that of a chat template.
-      is_generation: Whether the spans are those of generation blocks.
       cut: Where the last answer starts if its generation prompt opens a reasoning, None otherwise. The prompt is
         tokenized alone when an answer is generated, so that no token may have characters of both.
     """
@@ -41,7 +40,6 @@ class Rendered(NamedTuple):
     text: str
     spans: list[Span]
     is_whole: bool
-    is_generation: bool = False
     cut: int | None = None
 
 
@@ -108,7 +106,7 @@ def _conversation(messages: Messages, tools: list[Any] | None, texts: ModelToken
     template = texts.chat_template(tools)
     if template.marks_generation:
         text, spans = template.render_spans(messages, tools)
-        return (Rendered(text, spans, is_whole=True, is_generation=True),)
+        return (Rendered(text, spans, is_whole=True),)
     return _answers(messages, 0, tools, texts)
 
 
