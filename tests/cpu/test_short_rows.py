@@ -44,5 +44,7 @@ def test_no_loop_of_the_step_is_over_short_rows_and_no_array_is_copied():
     entry = hlo[hlo.index("\nENTRY") :]
     results = re.findall(r"= (\w+\[[\d,]+\])\S* (?:fusion|copy)\(", entry)
     large = [x for x in results if math.prod(map(int, x[:-1].partition("[")[2].split(","))) == math.prod(SHAPE)]
-    # The gradient, the moments and the weight.
-    assert large == ["f32[18432]"] * 4
+    # The gradient, the moments and the weight. Where XLA sums by a library, the loss has an array of squares too.
+    of_loss = [x for x in large if x == "f32[32,64,3,3]"]
+    assert len(of_loss) <= ("ynn_fusion" in hlo)
+    assert [x for x in large if x not in of_loss] == ["f32[18432]"] * 4
