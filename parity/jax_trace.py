@@ -39,7 +39,7 @@ STEP = Path(jaxtrain.__file__).parent / "step"
 """The training step, which converts constants of the loss but computes none."""
 GRADIENT = "gradient of "
 """Prefix of the names of the parameters' gradients."""
-RANDOM = ("random_", "threefry2x32")
+RANDOM = ("philox", "random_", "rng_", "threefry")
 """Prefixes of primitives that draw bits, which PyTorch draws differently."""
 
 

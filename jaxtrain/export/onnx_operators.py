@@ -338,7 +338,7 @@ OPERATORS: dict[str, Operator] = {
             "tanh": "Tanh",
         }.items()
     },
-    **dict.fromkeys(["copy", "copy_p", "name", "optimization_barrier", "stop_gradient"], _identity),
+    **dict.fromkeys(["copy", "name", "optimization_barrier", "stop_gradient"], _identity),
     "argmax": partial(_argmax, "ArgMax"),
     "argmin": partial(_argmax, "ArgMin"),
     "broadcast_in_dim": _broadcast,

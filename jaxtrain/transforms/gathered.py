@@ -19,7 +19,7 @@ GATHERED_COPY = "gathered_copy"
 DIVIDED_LOOKUP = "divided_lookup"
 """Name of a jitted function of a table and indices that looks up rows, and moves them between devices meanwhile."""
 
-_LAYOUT = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "slice"})
+_LAYOUT = frozenset({"reshape", "transpose", "squeeze", "slice"})
 _CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
 
 

@@ -172,7 +172,7 @@ def test_every_operator_is_covered():
     with jax.numpy_dtype_promotion("standard"):
         found = set().union(*(primitives(jax.make_jaxpr(fn)(W, spec).jaxpr, set()) for fn in CASES.values()))
     since_0_12 = {"log2", "one_minus_square", "polynomial"}
-    assert OPERATORS.keys() - found <= {"copy_p"} | (since_0_12 if not hasattr(lax, "polynomial") else set())
+    assert OPERATORS.keys() - found <= (set() if hasattr(lax, "polynomial") else since_0_12)
 
 
 def test_weights_keep_their_names_and_are_stored_once(tmp_path):
