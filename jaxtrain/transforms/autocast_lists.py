@@ -93,7 +93,7 @@ AS_TRACED = frozenset(
         "bitcast_convert_type",
         *("call_exported", "call_hi_primitive", "check", "custom_linear_solve", "custom_partitioning", "ffi_call"),
         *("io_callback", "linear_call", "pallas_call", "pure_callback", "reduce", "reduce_window", "remat_opt"),
-        *("run_state", "scaled_dot", "xla_metadata_call"),
+        *("buffer_callback", "compute_on", "run_state", "scaled_dot", "tpu_custom_call"),
         # On references to arrays, which have one dtype.
         *("accum_grad_in_ref", "addupdate", "empty_ref", "free_ref", "freeze", "get", "new_ref", "pin", "swap"),
         "unpin",
@@ -127,9 +127,9 @@ UNLISTED = ARITHMETIC | frozenset(
         # Layout, copies and lookups.
         *("broadcast_in_dim", "broadcast_to", "concatenate", "convert_element_type", "copy", "device_put"),
         *("dynamic_slice", "dynamic_update_slice", "gather", "layout_constraint", "name", "optimization_barrier"),
-        *("pad", "relayout", "reshape", "reshard", "rev", "scatter", "sharding_constraint"),
+        *("pad", "relayout", "reshape", "reshard", "rev", "scatter", "shard_alike", "sharding_constraint"),
         *("slice", "split", "squeeze", "stack", "tile"),
-        *("transpose", "unstack", "with_memory_space_constraint"),
+        *("transpose", "unstack", "with_memory_space_constraint", "xla_metadata_value"),
         # Constants, sizes and random numbers.
         *("after_all", "create_token", "dim_as_value", "dimension_size", "empty", "empty2", "from_edtype", "iota"),
         *("iota_2x32_shape", "lu_pivots_to_permutation", "philox2x32", "philox4x32", "platform_index"),

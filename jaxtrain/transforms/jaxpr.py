@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.transforms.jax_internals import readable_equations, source_info_util
@@ -244,6 +245,11 @@ def _evaluate_called(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     return evaluate_inner(called_jaxpr(eqn), args, run)
 
 
+def _with_metadata(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+    with set_xla_metadata(**dict(eqn.params["xla_metadata"])):
+        return _evaluate_called(eqn, args, run)
+
+
 def called_jaxpr(eqn: JaxprEqn) -> Any:
     """Return the jaxpr, closed or not, that an equation of `APPLICATIONS` applies to its operands."""
     return next(eqn.params[key] for key in ("call_jaxpr", "jaxpr", "call") if key in eqn.params)
@@ -436,4 +442,5 @@ HIGHER_ORDER: dict[str, Callable[[JaxprEqn, list[Any], Run], list[Any]]] = {
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
     "shard_map": _shard_map,
+    "xla_metadata_call": _with_metadata,
 }

@@ -8,6 +8,7 @@ import jax.test_util
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import xla_metadata
 
 import jaxtrain as jt
 from jaxtrain.losses import cross_entropy
@@ -150,7 +151,12 @@ def test_autocast_applies_inside_control_flow_with_correct_gradients(fn):
     assert_same_bits((value.astype(np.float32), gradients), (plain_value, plain_gradients))
 
 
-@pytest.mark.parametrize("fn", [lax.composite(jnp.matmul, "product"), mapped_product], ids=["composite", "custom_vmap"])
+def with_metadata(x, w):
+    call = getattr(xla_metadata, "xla_metadata_call", None)  # since JAX 0.12
+    return x @ w if call is None else call(jnp.matmul, part="product")(x, w)
+
+
+@pytest.mark.parametrize("fn", [lax.composite(jnp.matmul, "product"), mapped_product, with_metadata])
 def test_a_function_with_a_rule_for_others_is_computed_by_itself(fn):
     cast = autocast(fn, jnp.bfloat16)
     assert dtypes_of(jax.make_jaxpr(cast)(X, W), "dot_general") == [{"bfloat16"}]

@@ -19,7 +19,7 @@ from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.autocast_lists import ARITHMETIC, AS_TRACED, LISTS, UNLISTED, Dtype
 from parity.oracle.in_jax import in_float64
 
-KERNELS = ("jax._src.pallas", "jax._src.cudnn", "jax.experimental")
+KERNELS = ("jax._src.pallas", "jax._src.cudnn", "jax._src.thunky", "jax.experimental")
 """Modules whose primitives exist only within a kernel, or are bound by an experimental interface."""
 
 
