@@ -11,7 +11,9 @@ CACHE = Path(__file__).parent / ".cache"
 FORMER_EMITTERS = (
     " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     if importlib.metadata.version("jaxlib").startswith("0.10.")
-    else ""
+    # Those after them contract a * b + c to one instruction that rounds once, in some kernels and not in others.
+    # Without it, programs of the same operations have the same bits.
+    else " --xla_cpu_max_isa=AVX"
 )
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -17,7 +17,16 @@ from torch.utils._pytree import tree_leaves
 
 from jaxtrain.step import micro_batch_key, validated
 from jaxtrain.transforms import KERNEL, policy
-from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, is_call, transform, unroll_scan
+from jaxtrain.transforms.jaxpr import (
+    APPLICATIONS,
+    Run,
+    bind,
+    called_jaxpr,
+    evaluate_inner,
+    is_call,
+    transform,
+    unroll_scan,
+)
 from parity import jax_side, torch_side
 from parity.bars import FIRST_BAR, RATIO_BAR
 from parity.case import Case
@@ -26,7 +35,6 @@ from parity.fingerprint import Trace, counterparts
 from parity.jax_lines import line_of
 from parity.oracle.in_jax import in_float64
 from parity.oracle.program import program_in_float64
-from parity.randomness import CALLS
 from parity.record import Tensors
 from parity.settings import in_double
 from parity.source import source_line
@@ -197,11 +205,10 @@ def _recorded(fn: Callable[..., Any], made: list[_Computed], wanted: Collection[
             name = eqn.primitive.name
             if name == "scan":
                 return unroll_scan(eqn, args, run)
-            if name in CALLS and not is_call(eqn, KERNEL):
-                body = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
+            if name in APPLICATIONS and not is_call(eqn, KERNEL):
                 # A function that JAX traced for an earlier caller has the lines of that caller.
                 lines.append(line_of(eqn) or (lines[-1] if lines else None))
-                outs = evaluate_inner(body, args, run)
+                outs = evaluate_inner(called_jaxpr(eqn), args, run)
                 lines.pop()
                 return outs
             outs = bind(eqn, args)

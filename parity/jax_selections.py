@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from jaxtrain import losses
+from jaxtrain.transforms.jaxpr import make_jaxpr
 from parity import jax_side
 from parity.case import Batch, Case
 from parity.jax_lines import libraries
@@ -52,7 +53,7 @@ def watch_jax(case: Case, batch: Batch, seed: int, selections: Selections) -> No
             watched = _Watched(getattr(module, name), f"of {name}", conditions, selections)
             stack.enter_context(mock.patch.object(module, name, watched))
         try:
-            jax.make_jaxpr(loss)(case.params_like, jax.eval_shape(jax.random.key, seed), *state)
+            make_jaxpr(loss)(case.params_like, jax.eval_shape(jax.random.key, seed), *state)
         except Exception as error:  # of the user's program, in a mode that it was not written for
             logger.info("%s: not traced without jit: %s: %s", case.name, type(error).__name__, error)
 

@@ -22,7 +22,7 @@ import jaxtrain
 from jaxtrain.interop import LAYER
 from jaxtrain.paths import path_name
 from jaxtrain.transforms import hook
-from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, interpret, unroll_scan
+from jaxtrain.transforms.jaxpr import APPLICATIONS, Run, bind, called_jaxpr, evaluate_inner, interpret, unroll_scan
 from jaxtrain.transforms.jaxpr import scan_sizes as scan_sizes
 from parity import jax_side
 from parity.case import Case
@@ -30,7 +30,6 @@ from parity.fingerprint import NOISE, Fingerprint, Sources, Trace, fingerprint
 from parity.jax_lines import frames_of, is_of_user
 from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64
-from parity.randomness import CALLS
 from parity.record import Tensors
 from parity.source import source_line
 
@@ -40,7 +39,7 @@ STEP = Path(jaxtrain.__file__).parent / "step"
 """The training step, which converts constants of the loss but computes none."""
 GRADIENT = "gradient of "
 """Prefix of the names of the parameters' gradients."""
-RANDOM = ("random_", "threefry2x32")
+RANDOM = ("philox", "random_", "rng_", "threefry")
 """Prefixes of primitives that draw bits, which PyTorch draws differently."""
 
 
@@ -160,8 +159,8 @@ def _program(closed: ClosedJaxpr, inputs: Sequence[Any]) -> Callable[..., list[l
         computed: list[list[Any]] = []
 
         def rule(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
-            if eqn.primitive.name in CALLS:
-                return evaluate_inner(_body(eqn), args, run)
+            if eqn.primitive.name in APPLICATIONS:
+                return evaluate_inner(called_jaxpr(eqn), args, run)
             if eqn.primitive.name == "scan":
                 return unroll_scan(eqn, args, run)
             computed.append(bind(eqn, args))
@@ -218,10 +217,10 @@ class _Recorder:
         """Evaluate an equation and record its results."""
         given = [self._given(x, eqn) for x in args]
         name = eqn.primitive.name
-        if name in CALLS:
+        if name in APPLICATIONS:
             self.calls.append((eqn.params.get("name", ""), self._line(eqn)))
             try:
-                return evaluate_inner(_body(eqn), given, run)
+                return evaluate_inner(called_jaxpr(eqn), given, run)
             finally:
                 self.calls.pop()
         if name == "scan":
@@ -303,11 +302,6 @@ def _traced(value: Any) -> _Traced:
 
 def _constant(value: Any) -> _Traced:
     return _Traced(value, (frozenset(),))
-
-
-def _body(eqn: JaxprEqn) -> Any:
-    """The jaxpr of an equation that only evaluates it."""
-    return eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
 
 
 def _array(value: Any) -> Any:

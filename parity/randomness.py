@@ -18,7 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import drawn_mask, draws_mask
 from jaxtrain.step import LossFn, micro_batch_key, validated
-from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, inner_jaxprs, is_call, transform, unroll_scan
+from jaxtrain.transforms.jaxpr import (
+    APPLICATIONS,
+    Run,
+    bind,
+    called_jaxpr,
+    evaluate_inner,
+    inner_jaxprs,
+    is_call,
+    transform,
+    unroll_scan,
+)
 from parity.case import Case
 from parity.jax_lines import line_of
 from parity.jax_side import arrays
@@ -33,9 +43,6 @@ Other random numbers are floats."""
 
 DRAWS = ("_bernoulli", "_uniform", "_normal", "_exponential", "_randint")
 """Names of the functions that `jax.random.bernoulli` and the functions of these numbers call under jit."""
-
-CALLS = frozenset({"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
-"""Equations that only evaluate their one jaxpr."""
 
 
 def dropout_masks(case: Case, precision: str, *, accumulate: int, steps: int, seed: int) -> list[Masks]:
@@ -233,10 +240,9 @@ def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     name = eqn.primitive.name
     if name == "scan":
         return unroll_scan(eqn, args, run)
-    if name not in CALLS:
+    if name not in APPLICATIONS:
         raise UserError(f"a dropout mask is drawn inside {name}, where PyTorch cannot use it: use scan, or no loop")
-    body = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
-    return evaluate_inner(body, args, run)
+    return evaluate_inner(called_jaxpr(eqn), args, run)
 
 
 def _fill(noise: torch.Tensor, mask: np.ndarray, func: Any) -> torch.Tensor:

@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxtrain.transforms.jaxpr import inner_jaxprs
+from jaxtrain.transforms.jaxpr import inner_jaxprs, make_jaxpr
 
 _ATTENTION = {"fused_attention": 2, "fused_attention_backward": 4}
 """Products in the formula of each primitive of fused attention."""
@@ -41,7 +40,7 @@ def flops(fn: Callable[..., Any], *args: Any) -> int:
       >>> flops(lambda a: jax.lax.scan(lambda c, _: (c @ a, None), a, None, length=7), jnp.ones((2, 2))) == 7 * 16
       True
     """
-    return _flops(jax.make_jaxpr(fn)(*args).jaxpr)
+    return _flops(make_jaxpr(fn)(*args).jaxpr)
 
 
 def _flops(jaxpr: Jaxpr) -> int:
@@ -53,7 +52,7 @@ def equation_flops(eqn: JaxprEqn) -> int:
     name, inner = eqn.primitive.name, [_flops(j) for j in inner_jaxprs(eqn)]
     shapes = [v.aval.shape for v in eqn.invars if hasattr(v.aval, "shape")]
     out_size = math.prod(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0
-    if name == "dot_general":
+    if name in ("dot_general", "scaled_dot"):
         (contracted, _), _ = eqn.params["dimension_numbers"]
         depth = math.prod(shapes[0][i] for i in contracted)
         return 2 * out_size * depth

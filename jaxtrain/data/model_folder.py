@@ -66,12 +66,14 @@ def inside(folder: Path, name: str) -> Path:
     path, root = folder / name, folder.resolve()
     try:
         target = path.resolve()
-    except (OSError, RuntimeError) as error:  # a link to itself
+    except (OSError, RuntimeError) as error:  # a link to itself, before Python 3.13
         raise UserError(f"{path} is a broken link ({error}): replace it by the file") from error
     # In the cache of the Hub, files of snapshots/ are links to blobs/.
     blobs = root.parent.parent / "blobs"
     if not (target.is_relative_to(root) or (root.parent.name == "snapshots" and target.parent == blobs)):
         raise UserError(f"{path} links out of its folder, to {target}: replace it by the file")
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{path} is a broken link (to {path.readlink()}): replace it by the file")
     return path
 
 

@@ -26,7 +26,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.jaxpr import Run, bind, cast_like, evaluate_inner, interpret
 
-_CALLS = frozenset({"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
 # Computed outside JAX in the dtypes they declare, or defined on the bits of a number: not lifted to float64.
 _AS_TRACED = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call", "bitcast_convert_type"})
 _LIBRARIES = tuple(
@@ -151,10 +150,10 @@ class NonfiniteTracer:
 
     def _rule(self, eqn: JaxprEqn, args: list[Any], run: Run) -> list[TracedValue]:
         inputs, name = [self._traced(x) for x in args], eqn.primitive.name
-        if name in _CALLS:
+        if name in jaxpr.APPLICATIONS:
             self._calls.append((eqn.params.get("name", ""), self._line(eqn)))
             try:
-                return evaluate_inner(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], inputs, run)
+                return evaluate_inner(jaxpr.called_jaxpr(eqn), inputs, run)
             finally:
                 self._calls.pop()
         if name == "scan":

@@ -25,16 +25,10 @@ from jaxtrain.errors import UserError
 from jaxtrain.export.onnx_graph import IR_VERSION, OPSET, Graph, Value, constant, element_type
 from jaxtrain.export.onnx_operators import OPERATORS, unsupported
 from jaxtrain.models.attention import FORWARD, as_formula
-from jaxtrain.transforms.jaxpr import bind, scan_sizes
+from jaxtrain.transforms.jaxpr import APPLICATIONS, bind, called_jaxpr, make_jaxpr, scan_sizes
 
 MAX_BYTES = 2**31 - 1
 """Largest size of a protobuf, and so of an ONNX file."""
-
-_CALLS = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "remat2", "checkpoint"), "jaxpr"),
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "core_call"), "call_jaxpr"),
-}
-"""Primitives that call a function, and the parameter that holds it."""
 
 _MAX_FOLDED = 2**16
 """Number of elements up to which constants are folded even if the result is larger than the operands."""
@@ -76,7 +70,7 @@ def to_onnx(
         )
     names = [*weights]
     with jax.default_matmul_precision("highest"):
-        closed = jax.make_jaxpr(lambda flat, *given: fn(dict(zip(names, flat, strict=True)), *given))(
+        closed = make_jaxpr(lambda flat, *given: fn(dict(zip(names, flat, strict=True)), *given))(
             [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in weights.values()], *inputs.values()
         )
     graph = Graph({name: x.shape for name, x in inputs.items()})
@@ -164,8 +158,8 @@ def _line(eqn: JaxprEqn) -> str:
 
 def _convert_equation(graph: Graph, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
     name = eqn.primitive.name
-    if name in _CALLS:
-        body = eqn.params[_CALLS[name]]
+    if name in APPLICATIONS:
+        body = called_jaxpr(eqn)
         closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
         return _convert(graph, closed.jaxpr, closed.consts, inputs)
     if name == FORWARD.name:

@@ -46,6 +46,26 @@ def _integer_pow(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[V
     return _elementwise("Pow", graph, eqn, [*inputs, exponent])
 
 
+def _log2(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    per_octave = constant(np.array(1 / np.log(2), _aval(eqn.invars[0]).dtype), unexpanded=True)
+    return _elementwise("Mul", graph, eqn, [*_elementwise("Log", graph, eqn, inputs), per_octave])
+
+
+def _one_minus_square(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    one = constant(np.ones([], _aval(eqn.invars[0]).dtype), unexpanded=True)
+    sides = [_elementwise(operator, graph, eqn, [one, *inputs])[0] for operator in ("Add", "Sub")]
+    return _elementwise("Mul", graph, eqn, sides)
+
+
+def _polynomial(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    """Convert by Horner's rule; the coefficients are those of ascending powers."""
+    x, *coefficients, total = inputs
+    for coefficient in reversed(coefficients):
+        (product,) = _elementwise("Mul", graph, eqn, [total, x])
+        (total,) = _elementwise("Add", graph, eqn, [product, coefficient])
+    return [total]
+
+
 def _erfc(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     one = constant(np.ones([], _aval(eqn.invars[0]).dtype), unexpanded=True)
     return _elementwise("Sub", graph, eqn, [one, *_elementwise("Erf", graph, eqn, inputs)])
@@ -318,7 +338,7 @@ OPERATORS: dict[str, Operator] = {
             "tanh": "Tanh",
         }.items()
     },
-    **dict.fromkeys(["copy", "copy_p", "name", "optimization_barrier", "stop_gradient"], _identity),
+    **dict.fromkeys(["copy", "name", "optimization_barrier", "stop_gradient"], _identity),
     "argmax": partial(_argmax, "ArgMax"),
     "argmin": partial(_argmax, "ArgMin"),
     "broadcast_in_dim": _broadcast,
@@ -333,8 +353,11 @@ OPERATORS: dict[str, Operator] = {
     "gather": _gather,
     "integer_pow": _integer_pow,
     "iota": _iota,
+    "log2": _log2,
     "ne": partial(_negate, "Equal"),
+    "one_minus_square": _one_minus_square,
     "pad": _pad,
+    "polynomial": _polynomial,
     "reduce_and": partial(_reduce_bool, "ReduceMin"),
     "reduce_max": partial(_reduce, "ReduceMax"),
     "reduce_min": partial(_reduce, "ReduceMin"),

@@ -12,6 +12,7 @@ from jax.interpreters import partial_eval
 from jaxtrain.errors import UserError, user_facing, warn_user
 from jaxtrain.paths import path_name
 from jaxtrain.step import LossFn
+from jaxtrain.transforms.jaxpr import make_jaxpr
 
 CACHE = "cache"
 """linen's collection of what decoding keeps."""
@@ -209,7 +210,7 @@ def _dependencies(split: _Split, batch: Any) -> tuple[set[Any], set[Any], set[An
         loss, _, variables = split.compute(params, variables, batch, rng)
         return loss, variables
 
-    jaxpr = jax.make_jaxpr(compute)(split.params, split.variables, batch, jax.random.key(0)).jaxpr
+    jaxpr = make_jaxpr(compute)(split.params, split.variables, batch, jax.random.key(0)).jaxpr
     params, variables = _paths(split.params), _paths(split.variables)
     before = dict(zip(variables, jaxpr.invars[len(params) :], strict=False))
     after = dict(zip(reversed(variables), reversed(jaxpr.outvars), strict=False))

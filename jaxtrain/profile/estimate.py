@@ -26,12 +26,13 @@ _OPCODES = {
     "broadcast_in_dim": "broadcast",
     "split": "slice",
     "squeeze": "reshape",
-    "expand_dims": "reshape",
     "rev": "reverse",
     "psum": "all-reduce",
     "psum_invariant": "all-reduce",
     "all_gather": "all-gather",
-    "psum_scatter": "reduce-scatter",
+    "all_gather_invariant": "all-gather",
+    "all_to_all": "all-to-all",
+    "reduce_scatter": "reduce-scatter",
     "ppermute": "collective-permute",
 }
 

@@ -147,7 +147,7 @@ class TrainStep:
     def micro(self, state: TrainState, micro_batch: Any) -> tuple[TrainState, Metrics]:
         """Add one micro-batch to the state's window, and apply the update if that completes it.
 
-        The update is that of the whole window's batch, to the bit.
+        The update is computed by the operations of the whole window's batch, in the same order.
 
         Args:
           state: A state of `init(…, streaming=True)`, which is donated.

@@ -14,6 +14,7 @@ from jaxtrain.step.mistakes import check_loss_fn
 from jaxtrain.step.objective import Loss, LossFn
 from jaxtrain.step.state import TrainState, require_state
 from jaxtrain.transforms import Policy, policy
+from jaxtrain.transforms.jaxpr import readable_equations
 
 
 @user_facing
@@ -34,6 +35,7 @@ def eval_step(
     check_loss_fn(loss_fn)
     compute_loss = LossProgram(loss_fn, policy(precision)).compute()
 
+    @readable_equations()
     def evaluate(state: TrainState, batch: Any) -> dict[str, Loss]:
         require_state(state, batch)
         loss, metrics, _ = compute_loss(state.params, batch, None, state.model_state)

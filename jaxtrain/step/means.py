@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-SAME_VALUES = frozenset({"convert_element_type", "neg", "copy", "copy_p", "reshape", "squeeze", "reduce_precision"})
+SAME_VALUES = frozenset({"convert_element_type", "neg", "copy", "reshape", "squeeze", "reduce_precision"})
 """Operations of which a mean is still a mean, up to its sign."""
 
 

@@ -53,6 +53,7 @@ from jaxtrain.step.state import (
 )
 from jaxtrain.step.window_loop import LONGEST, scan_window
 from jaxtrain.transforms import Groups, Stages, fuse_casts, unfilled_stacks
+from jaxtrain.transforms.jaxpr import readable_equations
 
 Metrics = dict[str, jax.Array]
 Step = Callable[..., tuple[TrainState, Metrics]]
@@ -107,6 +108,7 @@ def init_state(
     return state._replace(window=empty_window(parts, state)) if streaming else state
 
 
+@readable_equations()
 def batch_step(parts: StepParts, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     """Apply one update computed from an effective batch [k·B, …]."""
     return window_step(parts, state, batch if callable(parts.accumulate) else split_batch(batch, parts.accumulate))

@@ -24,10 +24,12 @@ from jaxtrain.step.step import (
     weighted_means,
     window_step,
 )
+from jaxtrain.transforms.jaxpr import readable_equations
 
 Close = Callable[[TrainState], tuple[TrainState, Metrics]]
 
 
+@readable_equations()
 def micro_step(parts: StepParts, state: TrainState, micro_batch: Any) -> tuple[TrainState, Metrics]:
     """Add a micro-batch [B, …] to the state's window, and apply the update if that completes it."""
     require_fitting(parts, state, micro_batch)
@@ -43,6 +45,7 @@ def micro_step(parts: StepParts, state: TrainState, micro_batch: Any) -> tuple[T
     return new, {**metrics, **weighted_means(window.loss, gradient.metrics)}
 
 
+@readable_equations()
 def flush(parts: StepParts, state: TrainState) -> tuple[TrainState, Metrics]:
     """Apply the update of an incomplete window; leave the state as it is if the window is empty."""
     window = _window(state)

@@ -24,7 +24,7 @@ from jaxtrain.paths import Frozen, path_name
 from jaxtrain.transforms import blocks, jaxpr
 from jaxtrain.transforms.groups import LastPartial, Partial
 
-_LAYOUT = frozenset({"copy", "expand_dims", "name", "reshape", "sharding_constraint", "squeeze", "transpose"})
+_LAYOUT = frozenset({"copy", "name", "reshape", "sharding_constraint", "squeeze", "transpose"})
 # Gradients are float16, and inside a block they may be larger than those that enter it.
 _LARGEST, _HEADROOM = 65504.0, 16.0
 # The reciprocal of a scale is a normal float32.

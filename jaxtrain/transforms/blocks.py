@@ -74,7 +74,7 @@ def count_blocks(fn: Callable[..., Any], *args: Any) -> int:
     >>> count_blocks(lambda x: jax.lax.scan(lambda x, _: (block(jnp.sin)(x), None), x, None, length=12), 1.0)
     12
     """
-    return count(jax.make_jaxpr(fn)(*args).jaxpr)
+    return count(jaxpr.make_jaxpr(fn)(*args).jaxpr)
 
 
 def count(traced: Jaxpr) -> int:

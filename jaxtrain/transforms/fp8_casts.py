@@ -160,8 +160,9 @@ def _inlined(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
     name = eqn.primitive.name
     if name in CHECKPOINTS:
         return None if eqn.params["prevent_cse"] else (eqn.params["jaxpr"], ())
-    if name == "closed_call" or (name in ("jit", "pjit") and any(map(_has_casts, jaxpr.inner_jaxprs(eqn)))):
-        closed: Any = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
+    is_a_part = name in ("eval_jaxpr", "closed_call")  # of a checkpoint, split off by differentiation
+    if is_a_part or (name in jaxpr.CALLS and any(map(_has_casts, jaxpr.inner_jaxprs(eqn)))):
+        closed = jaxpr.called_jaxpr(eqn)
         return closed.jaxpr, closed.consts
     return None
 

@@ -31,7 +31,7 @@ from jaxtrain.transforms.quantized_kernel import QuantizedKernel, Whole
 
 _CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
 # Of the first operand; the others are indices.
-_LAYOUT = frozenset({"copy", "dynamic_slice", "expand_dims", "name", "reshape", "slice", "squeeze", "transpose"})
+_LAYOUT = frozenset({"copy", "dynamic_slice", "name", "reshape", "slice", "squeeze", "transpose"})
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general", BIASED_PRODUCT})
 
 

@@ -19,7 +19,7 @@ GATHERED_COPY = "gathered_copy"
 DIVIDED_LOOKUP = "divided_lookup"
 """Name of a jitted function of a table and indices that looks up rows, and moves them between devices meanwhile."""
 
-_LAYOUT = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "slice"})
+_LAYOUT = frozenset({"reshape", "transpose", "squeeze", "slice"})
 _CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
 
 
@@ -38,7 +38,7 @@ def used_dtypes(compute: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def dtypes(params: Any, *rest: Any) -> Any:
-        closed = jax.make_jaxpr(compute)(params, *rest)
+        closed = jaxpr.make_jaxpr(compute)(params, *rest)
         leaves, structure = jax.tree.flatten(params)
         found = [{*_uses(closed.jaxpr, v)} for v in closed.jaxpr.invars[: len(leaves)]]
         return jax.tree.unflatten(structure, [_one(used, x.dtype) for used, x in zip(found, leaves, strict=True)])

@@ -8,6 +8,7 @@ from here only, `jaxtrain doctor` reports what the installed JAX lacks, and a te
 import contextlib
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
+
+from jaxtrain.errors import UserError
 
 
 def _private(module: str) -> Any:
@@ -35,6 +38,31 @@ fused_attention: Any = _private("cudnn.fused_attention_stablehlo")
 """Holds the primitives of cuDNN's attention, which the public function binds only where the process has cuDNN."""
 
 _dispatch: Any = _private("dispatch")
+_config: Any = _private("config")
+
+OF_HIJAX = ("remat3", "custom_vjp3", "custom_jvp3", "scan3")
+"""JAX's flags, each "jax_" and its name, by which functions of JAX bind operations of `jax.experimental.hijax`."""
+
+
+@contextlib.contextmanager
+def readable_equations() -> Iterator[None]:
+    """Let `jax.checkpoint`, custom derivatives and scans be traced to the equations that `jaxpr` reads.
+
+    The values are the same: JAX's flags (`OF_HIJAX`) choose between two implementations.
+
+    Raises:
+      UserError: A `jax.custom_vjp` has rules of `defremat` only, which JAX has for one of the two.
+    """
+    with contextlib.ExitStack() as stack:
+        for flag in OF_HIJAX:
+            if hasattr(_config, flag):
+                stack.enter_context(getattr(_config, flag)(False))
+        try:
+            yield
+        except NotImplementedError as error:
+            if "custom_vjp.defremat" not in str(error):
+                raise
+            raise UserError("a jax.custom_vjp has rules of defremat alone: give it rules of defvjp too") from error
 
 
 def needs_devices_when_lowered(primitive: Any) -> None:
@@ -225,6 +253,40 @@ def _with_vjp(x: jax.Array) -> jax.Array:
 _with_vjp.defvjp(lambda x: (_with_vjp(x), x), lambda x, g: (g * x,))
 
 
+@jax.custom_batching.custom_vmap
+def _with_vmap(x: jax.Array) -> jax.Array:
+    return jnp.sin(x)
+
+
+_with_vmap.def_vmap(lambda size, batched, x: (jnp.sin(x), batched[0]))
+
+
+def _parts_are_readable() -> bool:
+    """Return whether the parts that differentiation splits off a checkpoint have their jaxpr where it is read."""
+    gradient = jax.grad(lambda x: jax.checkpoint(lambda x: _scan(x) * _scan(x))(x))
+    return "call_jaxpr" in _equation(gradient, "eval_jaxpr|closed_call").params
+
+
+def _composites_are_readable() -> bool:
+    return not {"call_jaxpr", "jaxpr"}.isdisjoint(_equation(lax.composite(jnp.sin, "sine"), "composite").params)
+
+
+def _hijax_is_readable() -> bool:
+    hijax: Any = _private("hijax")
+    operation = hijax.HiPrim if hasattr(hijax, "HiPrim") else hijax.VJPHiPrimitive
+    # Every operation sets its own `in_avals`.
+    is_read = callable(operation.expand) and "self.in_avals" in inspect.getsource(operation.__init__)
+    return is_read and hijax.call_hi_primitive_p.name == "call_hi_primitive"
+
+
+def _flags_are_known() -> bool:
+    """Return whether no other flag of JAX is one of hijax, by its name, and those there are can be set for a while."""
+    newer = re.compile(r"jax_((?:remat|scan|custom_.*)3)")
+    flags = {found[1] for name in jax.config.values if (found := newer.fullmatch(name))}
+    with readable_equations():
+        return flags <= {*OF_HIJAX} and not any(getattr(_config, name).value for name in flags)
+
+
 def _sharded(x: jax.Array) -> jax.Array:
     types = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((1,), ("i",), axis_types=types, devices=jax.local_devices()[:1])
@@ -294,6 +356,7 @@ INTERNALS: tuple[Internal, ...] = (
     Internal("JaxprEqn.source_info.traceback.frames", "debug.first_nonfinite", _traceback_frames),
     Internal("Tracer.primal, parent.primitive, parent.in_tracers, val.val", "step.means", _parents_are_recorded),
     Internal("JaxprEqn.source_info.name_stack.stack", _jaxpr, _name_stack_parts),
+    Internal(f"jax._src.config.{', '.join(OF_HIJAX)}", _jaxpr, _flags_are_known),
     Internal("JaxprEqn.ctx.manager", _jaxpr, _has(lambda: _equation().ctx, "manager")),
     Internal(
         "Primitive.bind, get_bind_params, multiple_results",
@@ -301,8 +364,12 @@ INTERNALS: tuple[Internal, ...] = (
         _has(lambda: _equation().primitive, "bind", "get_bind_params", "multiple_results"),
     ),
     Internal("ShapedArray.to_tangent_aval", _jaxpr, _has(lambda: jax.typeof(jnp.ones(3)), "to_tangent_aval")),
-    _has_params("jit|pjit", jax.jit(jnp.sin), "jaxpr", "name", "in_shardings", "out_shardings"),
+    _has_params("jit|pjit", jax.jit(jnp.sin), "jaxpr", "name", "in_shardings", "out_shardings", "inline"),
     _has_params("checkpoint|remat2", jax.checkpoint(jnp.sin), "jaxpr", "policy", "prevent_cse"),
+    Internal("eval_jaxpr[call_jaxpr] or closed_call[call_jaxpr]", _jaxpr, _parts_are_readable),
+    Internal("composite[call_jaxpr] or composite[jaxpr]", _jaxpr, _composites_are_readable),
+    _has_params("custom_vmap_call", _with_vmap, "call"),
+    Internal("call_hi_primitive[_prim].expand, in_avals", _jaxpr, _hijax_is_readable),
     _has_params("scan", _scan, "jaxpr", "length", "reverse", "unroll"),
     Internal("scan[num_consts, num_carry] or scan[ft_in]", _jaxpr, _scan_sizes_are_readable),
     _has_params(

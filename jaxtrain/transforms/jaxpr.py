@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxtrain.transforms.jax_internals import manual_axes, source_info_util
+from jaxtrain.transforms.jax_internals import manual_axes, readable_equations, source_info_util
 
 _Function = TypeVar("_Function")
 
@@ -46,6 +47,11 @@ def transform(fn: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
     return retrace(fn, lambda closed, leaves: interpret(closed.jaxpr, closed.consts, leaves, rule))
 
 
+def make_jaxpr(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """As `jax.make_jaxpr`, to the equations that this module reads, whatever JAX's flags."""
+    return readable_equations()(jax.make_jaxpr(fn, **options))
+
+
 _jaxpr_and_shape = functools.partial(jax.make_jaxpr, return_shape=True)
 
 
@@ -58,6 +64,7 @@ def retrace(
     the arguments to (jaxpr, shapes of the results)."""
 
     @functools.wraps(fn)
+    @readable_equations()
     def evaluated(*args: Any, **kwargs: Any) -> Any:
         closed, out_shape = trace(fn)(*args, **kwargs)
         outs = evaluate(closed, jax.tree.leaves((args, kwargs)))
@@ -72,6 +79,7 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Ru
     def run(inner: Jaxpr, inner_consts: Sequence[Any], inner_args: Sequence[Any]) -> list[Any]:
         return interpret(inner, inner_consts, inner_args, rule)
 
+    consts = consts or getattr(jaxpr, "consts", ())  # since JAX 0.11 a jaxpr that is not called closed may have some
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_in_mode, consts), *args], strict=True))
     for eqn, dead in zip(jaxpr.eqns, _dead_after(jaxpr), strict=True):
         inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
@@ -134,7 +142,10 @@ def cast_like(avals: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return the jaxprs among an equation's parameters."""
+    """Return the jaxprs among an equation's parameters, and that of an operation of `jax.experimental.hijax`."""
+    if eqn.primitive.name == HIJAX:
+        operation = eqn.params["_prim"]
+        return [jax.make_jaxpr(operation.expand)(*operation.in_avals).jaxpr]
     params = [p for value in eqn.params.values() for p in (value if isinstance(value, tuple) else (value,))]
     return [p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in params if isinstance(p, (ClosedJaxpr, Jaxpr))]
 
@@ -225,7 +236,23 @@ def _jit(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
 
     fn.__name__ = eqn.params["name"]
     shardings: dict[str, Any] = {side: _shardings(eqn.params[side]) for side in ("in_shardings", "out_shardings")}
-    return jax.jit(fn, **{side: entries for side, entries in shardings.items() if any(entries)})(*args)
+    placed = {side: entries for side, entries in shardings.items() if any(entries)}
+    return jax.jit(fn, inline=eqn.params["inline"], **placed)(*args)
+
+
+def _evaluate_called(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+    """Evaluate the jaxpr of an equation that is nothing but its jaxpr, applied to its operands."""
+    return evaluate_inner(called_jaxpr(eqn), args, run)
+
+
+def _with_metadata(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+    with set_xla_metadata(**dict(eqn.params["xla_metadata"])):
+        return _evaluate_called(eqn, args, run)
+
+
+def called_jaxpr(eqn: JaxprEqn) -> Any:
+    """Return the jaxpr, closed or not, that an equation of `APPLICATIONS` applies to its operands."""
+    return next(eqn.params[key] for key in ("call_jaxpr", "jaxpr", "call") if key in eqn.params)
 
 
 def _shardings(given: Sequence[Any]) -> list[jax.sharding.Sharding | None]:
@@ -390,7 +417,20 @@ def _gradients(returned: Any) -> list[Any]:
 CALLS = ("jit", "pjit")
 """Primitives that call a jitted function."""
 
+EVALUATIONS = ("eval_jaxpr", "closed_call", "call", "composite", "custom_vmap_call")
+"""Primitives that apply a jaxpr to their operands, without a boundary of its own: what differentiation splits off a
+checkpoint ("closed_call", since JAX 0.12 "eval_jaxpr"), and functions with a rule for other compilers or for `vmap`."""
+
+APPLICATIONS = frozenset(
+    {*CALLS, *EVALUATIONS, "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"},
+)
+"""Primitives whose results are those of one jaxpr, applied to the same operands."""
+
+HIJAX = "call_hi_primitive"
+"""The primitive of all operations of `jax.experimental.hijax`, such as `lax.custom_root` since JAX 0.12."""
+
 HIGHER_ORDER: dict[str, Callable[[JaxprEqn, list[Any], Run], list[Any]]] = {
+    **dict.fromkeys(EVALUATIONS, _evaluate_called),
     "jit": _jit,
     "pjit": _jit,
     "remat2": _checkpoint,
@@ -401,4 +441,5 @@ HIGHER_ORDER: dict[str, Callable[[JaxprEqn, list[Any], Run], list[Any]]] = {
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
     "shard_map": _shard_map,
+    "xla_metadata_call": _with_metadata,
 }

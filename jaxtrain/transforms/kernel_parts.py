@@ -153,7 +153,7 @@ def _changed(
     if change.name == "slice":
         whole = [own is None or n == m for own, n, m in zip(spec, before, shape, strict=True)]
         return spec if all(whole) else None
-    if change.name not in ("reshape", "squeeze", "expand_dims"):
+    if change.name not in ("reshape", "squeeze"):
         return None
     return reshaped(spec, before, shape, sharding.mesh)
 

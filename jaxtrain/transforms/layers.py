@@ -35,7 +35,7 @@ class LayeredFunction:
 
     def __init__(self, fn: Callable[..., Any], params: Sequence[Any], inputs: Any) -> None:
         traced = jaxpr.transform(fn, _inline_calls_with_scans)
-        closed, out_shape = jax.make_jaxpr(traced, return_shape=True)(list(params), inputs)
+        closed, out_shape = jaxpr.make_jaxpr(traced, return_shape=True)(list(params), inputs)
         self._jaxpr, self._consts, self._structure = closed.jaxpr, closed.consts, jax.tree.structure(out_shape)
         self._n = len(params)
         depends = _dependence(self._jaxpr, self._n)

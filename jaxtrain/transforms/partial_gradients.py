@@ -81,7 +81,7 @@ def row_counts(batch: Any) -> set[int]:
     return {x.shape[0] for x in jax.tree.leaves(batch) if x.ndim}
 
 
-_LAYOUT = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "slice", "copy"})
+_LAYOUT = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "slice", "copy"})
 _SUMS = frozenset({"add", "sub"})
 CONVOLUTION = "conv_general_dilated"
 _CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})

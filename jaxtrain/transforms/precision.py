@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jaxtrain.errors import UserError
 from jaxtrain.transforms import jaxpr
-from jaxtrain.transforms.autocast_lists import LISTS, Dtype
+from jaxtrain.transforms.autocast_lists import AS_TRACED, LISTS, Dtype
 from jaxtrain.transforms.bias import biased_products
 from jaxtrain.transforms.biased_product import KERNEL, biased_product
 from jaxtrain.transforms.casts import (
@@ -117,7 +117,7 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
                 return to.limit(args[0], jaxpr.bind(eqn, args))
             if name in _INDEPENDENT:
                 return jaxpr.bind(eqn, args)
-            if name == "bitcast_convert_type" or jaxpr.inner_jaxprs(eqn):
+            if name in AS_TRACED or jaxpr.inner_jaxprs(eqn):
                 return jaxpr.bind_as_traced(eqn, args)
             with _within_kernel():
                 return jaxpr.bind(eqn, to_widest(args, to))

@@ -100,7 +100,7 @@ def recompute_call(eqn: JaxprEqn, args: Sequence[Any], run: jaxpr.Run, result: A
 
     if on_gpu is None:
         return list(recompute(fn, args, body.jaxpr))
-    return [_with_gradient(jax.make_jaxpr(fn)(*args), on_gpu, args, name)]
+    return [_with_gradient(jaxpr.make_jaxpr(fn)(*args), on_gpu, args, name)]
 
 
 def gradient_on_gpu(eqn: JaxprEqn) -> Gradient | None:
@@ -155,7 +155,7 @@ class _Recomputed:
         def recomputed_in_low_precision(*args: Any) -> Any:
             if not any(getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16) for x in jax.tree.leaves(args)):
                 return fn(*args)
-            closed = jax.make_jaxpr(fn)(*args)
+            closed = jaxpr.make_jaxpr(fn)(*args)
             return recompute(fn, args, closed.jaxpr) if on_gpu is None else _with_gradient(closed, on_gpu, args, name)
 
         name = RECOMPUTED if on_gpu is None else f"{RECOMPUTED}_{next(_NUMBERS)}"

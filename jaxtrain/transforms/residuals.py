@@ -10,6 +10,8 @@ import jax
 from jax.extend.core import Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
+from jaxtrain.transforms import jaxpr
+
 
 class StoredResiduals:
     """A function `fn(params, x, held, inputs) -> (y, aux)` to be differentiated by `params` and `x`.
@@ -41,7 +43,7 @@ class StoredResiduals:
             leaves, structure = jax.tree.flatten(pull_back)
             return (y, aux), leaves
 
-        closed, shapes = jax.make_jaxpr(forward, return_shape=True)(params, held, x, inputs)
+        closed, shapes = jaxpr.make_jaxpr(forward, return_shape=True)(params, held, x, inputs)
         self._structure, self._results = structure, jax.tree.structure(shapes[0])
         self._n = n_results = len(jax.tree.leaves(shapes[0]))
         n_params = len(jax.tree.leaves((params, held)))

@@ -24,7 +24,7 @@ CHEAP = frozenset(
         *("is_finite", "le", "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not"),
         *("one_minus_square", "or", "polynomial", "pow", "round", "rsqrt"),
         *("select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tanh", "xor"),
-        *("broadcast_in_dim", "concatenate", "expand_dims", "pad", "reshape", "slice", "squeeze", "transpose"),
+        *("broadcast_in_dim", "concatenate", "pad", "reshape", "slice", "squeeze", "transpose"),
         *("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"),
         *("random_bits", "random_fold_in", "random_split", "random_unwrap", "random_wrap", "threefry2x32"),
         *("shift_left", "shift_right_logical", "stack", CAST),

@@ -19,9 +19,7 @@ from jaxtrain.transforms.casts import LOWER_FLOATS, to_dtype
 
 _CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2", "scan"})
 # Of the first operand; the others are indices.
-_LAYOUT = frozenset(
-    {"dynamic_slice", "expand_dims", "gather", "reshape", "sharding_constraint", "slice", "squeeze", "transpose"}
-)
+_LAYOUT = frozenset({"dynamic_slice", "gather", "reshape", "sharding_constraint", "slice", "squeeze", "transpose"})
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
 
 

@@ -22,10 +22,13 @@ def jit(fn: Callable[..., Any], **options: Any) -> Any:
 
 @functools.cache
 def _options(backend: str) -> dict[str, Any] | None:
-    if backend != "cpu":
-        return None
+    return {name: value for name, value in QUICK.items() if backend == "cpu" and _is_known(name, value)} or None
+
+
+def _is_known(name: str, value: Any) -> bool:
+    """Return whether the installed XLA has an option: later versions have no older emitter."""
     try:
-        jax.jit(lambda: 0.0, compiler_options=QUICK).lower().compile()
-    except jax.errors.JaxRuntimeError:  # an XLA that lacks one of them
-        return None
-    return QUICK
+        jax.jit(lambda: 0.0, compiler_options={name: value}).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True

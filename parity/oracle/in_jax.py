@@ -37,8 +37,8 @@ ERRORS = 4099
 """Number of rounding errors that the constants of a program share; a prime, so that rows do not repeat them."""
 BITS = "bits_of_float32"
 """Name of a jitted function that reads the bits of a number, which is rounded to float32 for it."""
-DECLARED = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call"})
-"""Primitives whose results are computed outside of XLA in the dtype that they declare."""
+DECLARED = frozenset({"call_exported", "ffi_call", "io_callback", "pallas_call", "pure_callback", "scaled_dot"})
+"""Primitives whose results have the dtype that they declare, most of them computed outside of XLA."""
 
 
 def in_float64(fn: Callable[..., Any], errors: jax.Array | None = None) -> Callable[..., Any]:
@@ -169,6 +169,9 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:
         return jaxpr.HIGHER_ORDER[name](eqn, args, _run)
     if name in DECLARED and any(_is_low(v.aval) for v in eqn.outvars):
         _refuse(eqn, "it returns the dtype that it declares: declare that of its arguments")
+    if name == jaxpr.HIJAX:
+        kind = type(eqn.params["_prim"]).__name__
+        _refuse(eqn, f"{kind} of jax.experimental.hijax has its own dtypes: write the model without it")
     if name == "convert_element_type" and _is_8_bits(eqn.params["new_dtype"]):
         # As PyTorch does, by way of float32.
         return jaxpr.bind(eqn, [lax.convert_element_type(args[0], np.float32)])

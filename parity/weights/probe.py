@@ -11,7 +11,7 @@ import torch
 from jax.extend.core import Jaxpr
 
 from jaxtrain.step import validated
-from jaxtrain.transforms.jaxpr import inner_jaxprs
+from jaxtrain.transforms.jaxpr import inner_jaxprs, make_jaxpr
 from parity.case import Case
 from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64
@@ -65,7 +65,7 @@ def probe_of(case: Case) -> Probe:
     def jax_draws() -> bool:
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
             zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (case.params_like, case.state_like))
-            return _draws(jax.make_jaxpr(evaluate)(*jax.tree.map(wide, zeros)).jaxpr)
+            return _draws(make_jaxpr(evaluate)(*jax.tree.map(wide, zeros)).jaxpr)
 
     return Probe(torch_loss, jax_loss, jax_draws)
 

@@ -8,6 +8,7 @@ import jax.test_util
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import xla_metadata
 
 import jaxtrain as jt
 from jaxtrain.losses import cross_entropy
@@ -79,6 +80,20 @@ def in_checkpoint(x, w):
     return jax.checkpoint(lambda x: jax.nn.relu(x @ w) @ w)(x)
 
 
+def in_part_of_checkpoint(x, w):
+    """Compute what differentiation splits off a checkpoint: an equation that evaluates the forward pass."""
+    inner = jax.checkpoint(lambda x: lax.scan(lambda c, _: (c @ w, None), x, length=2)[0])
+    return jax.vjp(inner, x)[0]
+
+
+@jax.custom_batching.custom_vmap
+def mapped_product(x, w):
+    return x @ w
+
+
+mapped_product.def_vmap(lambda size, batched, x, w: (x @ w, True))
+
+
 def in_block(x, w):
     return jt.block(lambda x, w: x @ w)(x, w)
 
@@ -114,8 +129,9 @@ def in_shard_map(x, w):
 
 
 CONTROL_FLOW = [
-    in_jit, in_scan, in_reverse_scan, in_map, in_fori, in_while, in_cond, in_switch, in_checkpoint, in_block,
-    in_custom_jvp, in_custom_jvp_of_some, in_custom_vjp, in_nest, in_shard_map,
+    in_jit, in_scan, in_reverse_scan, in_map, in_fori, in_while, in_cond, in_switch, in_checkpoint,
+    in_part_of_checkpoint, in_block, in_custom_jvp, in_custom_jvp_of_some, in_custom_vjp, in_nest,
+    in_shard_map,
 ]  # fmt: skip
 
 
@@ -133,6 +149,26 @@ def test_autocast_applies_inside_control_flow_with_correct_gradients(fn):
     value, gradients = jax.jit(value_and_gradients(cast))(X, W)
     plain_value, plain_gradients = jax.jit(value_and_gradients(fn))(X, W)
     assert_same_bits((value.astype(np.float32), gradients), (plain_value, plain_gradients))
+
+
+def with_metadata(x, w):
+    call = getattr(xla_metadata, "xla_metadata_call", None)  # since JAX 0.12
+    return x @ w if call is None else call(jnp.matmul, part="product")(x, w)
+
+
+@pytest.mark.parametrize("fn", [lax.composite(jnp.matmul, "product"), mapped_product, with_metadata])
+def test_a_function_with_a_rule_for_others_is_computed_by_itself(fn):
+    cast = autocast(fn, jnp.bfloat16)
+    assert dtypes_of(jax.make_jaxpr(cast)(X, W), "dot_general") == [{"bfloat16"}]
+
+
+def test_an_operation_with_a_program_of_its_own_keeps_its_dtypes():
+    def root(x):
+        return lax.custom_root(lambda y: y - x, x, lambda f, y: jnp.float32(2) * y - f(y), lambda g, y: y / g(1.0))
+
+    x = jnp.float32(3)
+    found = jax.jit(autocast(lambda x: root(x.astype(jnp.bfloat16).astype(np.float32)), jnp.bfloat16))(x)
+    assert (found.dtype, float(found)) == (np.float32, float(root(x)))
 
 
 @pytest.mark.sampled(1)

@@ -1,5 +1,8 @@
 """Rematerialization changes memory and time, never numbers."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -43,6 +46,17 @@ def name_products(fn):
     return jaxpr.transform(fn, rule)
 
 
+def gpt2_loss():
+    """Return the loss of a GPT-2 with dropout, and its arguments in float64."""
+    config = GPT2Config(vocab_size=13, n_positions=6, n_embd=8, n_layer=2, n_head=2, dropout=0.2)
+    apply, params = functional(GPT2(config, rngs=nnx.Rngs(0)))
+
+    def loss(params, tokens, rng):
+        return cross_entropy(apply(params, tokens[:, :-1], rng), tokens[:, 1:]).sum()
+
+    return loss, jax.tree.map(lambda p: np.asarray(p, np.float64), params), TOKENS, jax.random.key(1)
+
+
 @pytest.mark.parametrize(
     "policies",
     [
@@ -51,17 +65,11 @@ def name_products(fn):
     ],
 )
 def test_no_policy_changes_a_bit_of_gpt2s_loss_or_gradient(policies):
-    config = GPT2Config(vocab_size=13, n_positions=6, n_embd=8, n_layer=2, n_head=2, dropout=0.2)
-    apply, params = functional(GPT2(config, rngs=nnx.Rngs(0)))
-    params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-
-    def loss(params, tokens, rng):
-        return cross_entropy(apply(params, tokens[:, :-1], rng), tokens[:, 1:]).sum()
-
     # flax's LayerNorm relies on promotion.
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        loss, *arguments = gpt2_loss()
         results = {
-            policy: jax.jit(jax.value_and_grad(remat(fn, policy)))(params, TOKENS, jax.random.key(1))
+            policy: jax.jit(jax.value_and_grad(remat(fn, policy)))(*arguments)
             for policy in ["none", *policies]
             for fn in [name_products(loss) if policy == "names:hidden" else loss]
         }
@@ -70,6 +78,33 @@ def test_no_policy_changes_a_bit_of_gpt2s_loss_or_gradient(policies):
     for policy in policies:
         for a, b in zip(jax.tree.leaves(results[policy]), jax.tree.leaves(results["none"]), strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), policy
+
+
+OF_A_USER = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.transforms.test_remat import gpt2_loss
+from jaxtrain.transforms.remat import remat
+
+with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    loss, *arguments = gpt2_loss()
+    found = [jax.jit(jax.value_and_grad(remat(loss, policy)))(*arguments) for policy in ("none", "full", "dots")]
+    flat = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(gradients)]) for _, gradients in found]
+    for i in (1, 2):
+        print(abs(found[i][0] / found[0][0] - 1), np.linalg.norm(flat[i] - flat[0]) / np.linalg.norm(flat[0]))
+"""
+
+
+@pytest.mark.slow
+def test_fused_operations_change_the_last_digits_alone():
+    """With the compiler's flags that users have."""
+    env = {**os.environ, "XLA_FLAGS": "", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    found = subprocess.run([sys.executable, "-c", OF_A_USER], env=env, capture_output=True, text=True, check=True)
+    distances = [float(x) for x in found.stdout.split()]
+    assert len(distances) == 4
+    assert max(distances) <= 1e-14
 
 
 PARAMS = np.random.default_rng(0).integers(-1, 2, size=(3, 4, 4)).astype(np.float32)

@@ -8,13 +8,10 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxtrain.transforms import BLOCK, RECOMPUTED
+from jaxtrain.transforms.jaxpr import APPLICATIONS, called_jaxpr, scan_sizes
 
 Program = Any
 """A closed jaxpr."""
-
-_CALLS = {"jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
-"""Primitives whose results are those of a jaxpr with the same operands."""
-_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def fingerprint(program: Program) -> tuple[tuple[int, ...], int]:
@@ -48,9 +45,9 @@ def _results(eqn: Any, operands: list[int]) -> list[int]:
     if name == "iota":
         return [_constant(_positions(eqn.params))]
     if name == "scan":
-        return _scanned(eqn.params, operands)
-    if name in _CALLS:
-        body, consts = _closed(next(eqn.params[key] for key in _CALLED if key in eqn.params))
+        return _scanned(eqn, operands)
+    if name in APPLICATIONS:
+        body, consts = _closed(called_jaxpr(eqn))
         mark = _mark(eqn.params["name"]) if name == "jit" else ""
         return [hash((name, mark, x)) for x in _outputs(body, consts, operands)]
     given = tuple(sorted((key, _parameter(value)) for key, value in eqn.params.items() if key != "name"))
@@ -69,13 +66,14 @@ def _mark(name: str) -> str:
     return next((mark for mark in (BLOCK, RECOMPUTED) if name.startswith(mark)), "")
 
 
-def _scanned(params: Any, operands: Sequence[int]) -> list[int]:
+def _scanned(eqn: Any, operands: Sequence[int]) -> list[int]:
     """Return the numbers of a scan's results.
 
     A carried value has the number of its initial value and of what replaces it, which depends on the others': two of
     them are the same if no number of steps tells them apart.
     """
-    (body, consts), first, count = _closed(params["jaxpr"]), params["num_consts"], params["num_carry"]
+    params = eqn.params
+    (body, consts), (first, count) = _closed(params["jaxpr"]), scan_sizes(eqn)
     closed, start, slices = operands[:first], operands[first : first + count], operands[first + count :]
     whole = (params["length"], params["reverse"], params["unroll"])
     carried = [hash(("carry", x)) for x in start]
@@ -92,7 +90,7 @@ def _closed(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 def _count(jaxpr: Any) -> int:
     """Return the number of equations in a jaxpr and those inside it, without calls and constants."""
     inner = sum(_count(x) for eqn in jaxpr.eqns for x in _inner(tuple(eqn.params.values())))
-    return inner + sum(eqn.primitive.name not in (*_CALLS, "iota") for eqn in jaxpr.eqns)
+    return inner + sum(eqn.primitive.name not in (*APPLICATIONS, "iota") for eqn in jaxpr.eqns)
 
 
 def _inner(value: Any) -> Iterator[Any]:
