@@ -11,7 +11,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -19,6 +19,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 import jax
 
 from jaxtrain.errors import UserError
+from jaxtrain.fields import from_json
+from jaxtrain.folder_files import read_file, read_json, write_file
 from jaxtrain.recipes import RECIPES, named_recipe
 from jaxtrain.run import Recipe, file_of, is_reference, locate, name_of, source_of
 
@@ -109,13 +111,46 @@ def default_folder(name: str) -> RunFolder:
 
 def _write(path: Path, content: bytes) -> None:
     """Write a file atomically. Raises `UserError` if the operating system refuses."""
-    partial = path.with_suffix(".partial")
     try:
-        partial.write_bytes(content)
-        sync(partial)
-        partial.replace(path)
+        write_file(path, content)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}): make it writable first") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Config:
+    """The types of the entries of a config.json."""
+
+    recipe: str
+    settings: dict[str, Any]
+    source: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    devices: list[str] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    python: str = ""
+    platform: str = ""
+    git_commit: str | None = None
+    started: str = ""
+    earlier: list[dict[str, Any]] = field(default_factory=list)
+
+
+def recorded_config(config: Path) -> dict[str, Any]:
+    """Read a config.json.
+
+    Args:
+      config: The file.
+
+    Returns:
+      Its entries: at least "recipe" and "settings".
+
+    Raises:
+      UserError: The file cannot be read, or an entry has another type.
+    """
+    with _reading(config):
+        written: dict[str, Any] = read_json(config)
+        from_json(_Config, written)
+        return written
 
 
 def read_config(config: Path, named: str | None = None, usage: str = "--resume --out {folder}") -> tuple[str, Recipe]:
@@ -132,10 +167,11 @@ def read_config(config: Path, named: str | None = None, usage: str = "--resume -
     Raises:
       UserError: The file cannot be read, its recipe is unknown, or the recipe does not have one of the settings.
     """
-    with _reading(config):
-        written = json.loads(config.read_text())
-        name = written["recipe"]
-        recorded = written["source"]["file"] if is_reference(name) else None
+    written = recorded_config(config)
+    name = written["recipe"]
+    recorded = written.get("source", {}).get("file") if is_reference(name) else None
+    if is_reference(name) and recorded is None:
+        raise UserError(f"{config} does not record the file of {name}: restore it, or start a new run")
     if recorded is not None:
         is_same = named is not None and is_reference(named) and name_of(named) == name_of(name)
         name = named if named is not None and is_same else locate(name, recorded)
@@ -156,8 +192,7 @@ def read_settings(config: Path, kind: type[Recipe]) -> Recipe:
     Raises:
       UserError: The file cannot be read, or the class does not have one of the settings.
     """
-    with _reading(config):
-        settings = dict(json.loads(config.read_text())["settings"])
+    settings = recorded_config(config)["settings"]
     unknown = settings.keys() - {field.name for field in dataclasses.fields(kind) if field.init}
     if unknown:
         raise UserError(
@@ -174,7 +209,11 @@ def _reading(config: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{config} cannot be read ({error!r}): restore it, or start a new run") from error
+        raise UserError(f"{config} cannot be read ({_reason(error)}): restore it, or start a new run") from error
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 def source_change(run: RunFolder, name: str) -> str | None:
@@ -184,13 +223,15 @@ def source_change(run: RunFolder, name: str) -> str | None:
       run: The folder of the run.
       name: The recipe's name as `read_config` returned it.
     """
-    recorded = json.loads(run.config.read_text()).get("source", {}).get("sha256") if is_reference(name) else None
+    recorded = recorded_config(run.config).get("source", {}).get("sha256") if is_reference(name) else None
     after = source_of(name) if recorded else b""
     if not recorded or hashlib.sha256(after).hexdigest() == recorded:
         return None
-    if not run.source.is_file():
+    if not run.source.exists():
         return f"{file_of(name)} has changed since the run used it, and {run.source} is missing"
-    return f"{file_of(name)} has changed since the run used it: {_difference(run.source.read_bytes(), after)}"
+    with _reading(run.source):
+        before = read_file(run.source)
+    return f"{file_of(name)} has changed since the run used it: {_difference(before, after)}"
 
 
 def _difference(before: bytes, after: bytes) -> str:

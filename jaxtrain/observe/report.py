@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from jaxtrain.cost import format_bytes
+from jaxtrain.folder_files import write_file
 from jaxtrain.observe.charts import chart_data
 from jaxtrain.observe.formatting import format_count, format_duration
 from jaxtrain.observe.precision_figure import precision_figure, precision_table
@@ -45,9 +46,7 @@ def write_report(path: Path, records: Sequence[Record]) -> None:
       path: The HTML file.
       records: The runs.
     """
-    partial = path.with_suffix(".partial")
-    partial.write_text(render_report(records), encoding="utf-8")
-    partial.replace(path)
+    write_file(path, render_report(records))
 
 
 @functools.cache
