@@ -16,17 +16,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from jaxtrain.errors import UserError
+
 MOST_BYTES = 100 * 10**6
 """Largest file that is read whole: the bound of safetensors for its headers."""
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO would wait for a writer
 _LINK = "it is a symbolic link, which is not followed"
 
 
-class UnsafeFile(OSError):  # noqa: N818
+class UnsafeFile(OSError, UserError):  # noqa: N818
     """A file that is not a regular one of its folder, or too large; `strerror` says which."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(errno.EPERM, why, str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename} cannot be used ({self.strerror}): replace or remove it"
 
 
 def open_file(path: Path, inside: Path | None = None) -> io.BufferedReader:

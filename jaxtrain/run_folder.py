@@ -18,13 +18,15 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import jax
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, escape_unprintable
 from jaxtrain.fields import from_json
 from jaxtrain.folder_files import read_file, read_json, write_file
 from jaxtrain.recipes import RECIPES, named_recipe
 from jaxtrain.run import Recipe, file_of, is_reference, locate, name_of, source_of
 
 _REPORTED = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
+# Entries of config.json that determine the numbers of a run.
+_DETERMINING = ("recipe", "source", "settings", "versions", "python", "platform", "devices", "variables", "git_commit")
 # Environment variables that change results.
 _VARIABLES = ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL")
 
@@ -97,11 +99,26 @@ class RunFolder:
             raise UserError(f"{self.path} cannot be created ({error.strerror}): choose another --out") from error
 
     def write_config(self, name: str, recipe: Recipe) -> None:
-        """Write config.json, and the copy of the recipe's file. Raises `UserError` if the operating system refuses."""
-        config = {"recipe": name, **_source(name), "settings": _plain(recipe), **environment()}
+        """Write config.json, and the copy of the recipe's file.
+
+        What it recorded before is kept in its list "earlier", if anything that determines the numbers has changed.
+
+        Raises:
+          UserError: The operating system refuses, or the file that is there cannot be read.
+        """
+        config = {"recipe": name, **_source(name), "settings": plain_settings(recipe), **environment()}
+        if self.config.is_symlink() or self.config.exists():
+            config["earlier"] = _earlier(recorded_config(self.config), config)
         if is_reference(name):
             _write(self.source, source_of(name))
         _write(self.config, f"{json.dumps(config, indent=2)}\n".encode())
+
+
+def _earlier(before: dict[str, Any], now: Mapping[str, Any]) -> list[Any]:
+    """Return what a config.json keeps of the one that it replaces."""
+    kept = before.pop("earlier", [])
+    is_same = all(before.get(key) == now.get(key) for key in _DETERMINING)
+    return kept if is_same else [*kept, before]
 
 
 def default_folder(name: str) -> RunFolder:
@@ -181,9 +198,19 @@ def read_config(config: Path, named: str | None = None, usage: str = "--resume -
                 f"{file_of(name)}, the recipe of {config}, does not exist: restore it, or if it has moved use "
                 f"jaxtrain train NEW.py::{name_of(name)} {flags}"
             )
+        if name != named:
+            _announce(file_of(name), written["source"].get("sha256"))
     elif name not in RECIPES:
         raise UserError(f"{config}: unknown recipe {name!r}: choose one of {', '.join(RECIPES)}")
     return name, read_settings(config, type(named_recipe(name)))
+
+
+def _announce(file: Path, sha256: str | None) -> None:
+    """Print which file is about to be run: the user did not name it, a run folder did."""
+    changed = (
+        "" if hashlib.sha256(file.read_bytes()).hexdigest() == sha256 else ", which has changed since the run used it"
+    )
+    print(f"jaxtrain: running {escape_unprintable(str(file.resolve()))}{changed}", file=sys.stderr, flush=True)
 
 
 def read_settings(config: Path, kind: type[Recipe]) -> Recipe:
@@ -263,9 +290,26 @@ def _source(name: str) -> dict[str, Any]:
     return {"source": {"file": str(file_of(name).resolve()), "sha256": hashlib.sha256(source_of(name)).hexdigest()}}
 
 
-def _plain(recipe: Recipe) -> dict[str, Any]:
+def plain_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings of a recipe as JSON has them."""
     settings = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe) if field.init}
-    return {k: str(v.absolute()) if isinstance(v, Path) else v for k, v in settings.items()}
+    plain = {k: str(v.absolute()) if isinstance(v, Path) else v for k, v in settings.items()}
+    return dict(json.loads(json.dumps(plain)))
+
+
+def environment_changes(config: Mapping[str, Any]) -> list[str]:
+    """Describe how the environment that a config.json records, which affects a run's bits, differs from the present one.
+
+    Args:
+      config: Its entries, as `recorded_config` returned them.
+    """
+
+    def flat(of: Mapping[str, Any]) -> dict[str, Any]:
+        named = {name: of[name] for name in ("python", "devices") if name in of}
+        return {**named, **of.get("versions", {}), **of.get("variables", {})}
+
+    there, here = flat(config), flat(environment())
+    return [f"{k} {there.get(k)}, here {here.get(k)}" for k in {**there, **here} if there.get(k) != here.get(k)]
 
 
 def _typed(recipe_type: type[Recipe], settings: Mapping[str, Any]) -> dict[str, Any]:

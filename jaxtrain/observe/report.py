@@ -94,7 +94,7 @@ def _settings(records: Sequence[Record]) -> tuple[list[str], list[Row]]:
 
 
 def _environment(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name not in ("recipe", "settings")}
+    return {name: value for name, value in config.items() if name not in ("recipe", "settings", "earlier")}
 
 
 def _flatten(nested: Mapping[str, Any]) -> dict[str, Any]:

@@ -147,16 +147,15 @@ class _GrowingFile:
 class _Unreported:
     """Selects lines that were not reported yet.
 
-        A restart repeats lines, which are skipped; after a rollback the same steps have new lines, which are not.
+    A restart repeats lines, which are skipped; after a rollback the same steps have new lines, which are not.
 
-        >>> from jaxtrain.folder_files import open_file, read_json, write_file
-    from jaxtrain.observe.log_line import Rollback
-        >>> lines = [LogLine(step=4), LogLine(step=2, rollback=Rollback(4, 2, 9.0, 1)), LogLine(step=3)]
-        >>> unreported = _Unreported(last_step=4, rollbacks=[])
-        >>> [line.step for line in unreported.take(lines)]
-        [2, 3]
-        >>> [line.step for line in unreported.take([*lines[1:], LogLine(step=4)])]
-        [4]
+    >>> from jaxtrain.observe.log_line import Rollback
+    >>> lines = [LogLine(step=4), LogLine(step=2, rollback=Rollback(4, 2, 9.0, 1)), LogLine(step=3)]
+    >>> unreported = _Unreported(last_step=4, rollbacks=[])
+    >>> [line.step for line in unreported.take(lines)]
+    [2, 3]
+    >>> [line.step for line in unreported.take([*lines[1:], LogLine(step=4)])]
+    [4]
     """
 
     def __init__(self, last_step: int, rollbacks: list[list[int]]) -> None:

@@ -84,13 +84,21 @@ class Checkpoints:
       path: The folder of checkpoints; the first save creates it.
       retention: Which checkpoints are retained; the last three and the best one by default.
       unsaved: Parameters that are left out; none by default.
+      constant: What `restore` returns with the data of every save, as JSON.
     """
 
-    def __init__(self, path: Path, retention: Retention | None = None, unsaved: Unsaved | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        retention: Retention | None = None,
+        unsaved: Unsaved | None = None,
+        constant: Mapping[str, Any] | None = None,
+    ) -> None:
         self._path = path.absolute()
         self._run = path.parent
         self._retention = retention or Retention()
         self._unsaved = unsaved or Unsaved()
+        self._constant = constant or {}
         self._digests = self._unsaved.saved_digests()  # before the run goes on, and the files may change
         self._files = StateFiles()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -140,18 +148,18 @@ class Checkpoints:
           RunFailed: This save cannot begin, or the one before it could not be committed.
         """
         self.wait()
-        step = int(state.step)
+        step, data = int(state.step), {**data, **self._constant}
         if processes.once(lambda: self._is_saved(step)):
             return
         state = self._unsaved.saved_state(state)
         if _in_host_memory(state):
-            self._commit = step, self._thread.submit(self._write, step, _copied(state), dict(data), eval_loss)
+            self._commit = step, self._thread.submit(self._write, step, _copied(state), data, eval_loss)
             return
         try:
             self._begin(step, state)
         except Exception as error:
             raise self._failed(step, error) from error
-        self._commit = step, self._thread.submit(self._finish, step, dict(data), eval_loss)
+        self._commit = step, self._thread.submit(self._finish, step, data, eval_loss)
 
     @property
     def idle(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxtrain.data import check_zip
 from jaxtrain.data.loader import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.folder_files import make_folder, new_file, open_file
@@ -189,6 +190,7 @@ def read_batch(folder: Path, step: int) -> SavedStep | None:
         return None
     parts: dict[str, dict[str, Any]] = {"batch": {}, "metrics": {}, "event": {}}
     try:
+        check_zip(path)
         with open_file(path, folder.parent) as opened, np.load(opened, allow_pickle=False) as file:
             for key in file.files:
                 part, _, name = key.partition("/")
