@@ -298,7 +298,7 @@ def plain_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def environment_changes(config: Mapping[str, Any]) -> list[str]:
-    """Describe how the environment that a config.json records, which affects a run's bits, differs from the present one.
+    """Describe how the environment that a config.json records, which affects a run's bits, differs from this one.
 
     Args:
       config: Its entries, as `recorded_config` returned them.

@@ -216,7 +216,7 @@ def load(path: Path) -> Any:
 
 
 def _check_pickles(path: Path) -> None:
-    """Raise `UserError` for a file in which a number says how much memory to allocate: `bytearray` is allowed by torch."""
+    """Raise `UserError` for a file in which a number says how much memory to allocate, by a call of `bytearray`."""
     try:
         with zipfile.ZipFile(path) as archive:
             for name in archive.namelist():

@@ -55,7 +55,7 @@ def check_resumed(saved: Recipe, recipe: Recipe) -> None:
 
 
 def saved_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return what a checkpoint holds of the settings: those that a resumed run may not change, and its files of data."""
+    """Return what a checkpoint holds of the settings that a resumed run may not change, and of its files of data."""
     settings = {name: value for name, value in plain_settings(recipe).items() if name not in CHANGEABLE}
     paths = [value for value in vars(recipe).values() if isinstance(value, Path)]
     return {"recorded": {"settings": settings, "files": {str(path.absolute()): _stamp(path) for path in paths}}}
