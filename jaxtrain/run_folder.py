@@ -199,18 +199,18 @@ def read_config(config: Path, named: str | None = None, usage: str = "--resume -
                 f"jaxtrain train NEW.py::{name_of(name)} {flags}"
             )
         if name != named:
-            _announce(file_of(name), written["source"].get("sha256"))
+            _announce(name, written["source"].get("sha256"))
     elif name not in RECIPES:
         raise UserError(f"{config}: unknown recipe {name!r}: choose one of {', '.join(RECIPES)}")
     return name, read_settings(config, type(named_recipe(name)))
 
 
-def _announce(file: Path, sha256: str | None) -> None:
+def _announce(reference: str, sha256: str | None) -> None:
     """Print which file is about to be run: the user did not name it, a run folder did."""
-    changed = (
-        "" if hashlib.sha256(file.read_bytes()).hexdigest() == sha256 else ", which has changed since the run used it"
-    )
-    print(f"jaxtrain: running {escape_unprintable(str(file.resolve()))}{changed}", file=sys.stderr, flush=True)
+    is_same = hashlib.sha256(source_of(reference)).hexdigest() == sha256
+    file = escape_unprintable(str(file_of(reference).resolve()))
+    changed = "" if is_same else ", which has changed since the run used it"
+    print(f"jaxtrain: running {file}{changed}", file=sys.stderr, flush=True)
 
 
 def read_settings(config: Path, kind: type[Recipe]) -> Recipe:

@@ -76,7 +76,7 @@ def text_size(value: Any, most: float = math.inf) -> int:
 
     Example:
       >>> text_size({"role": "user", "content": ["Hi"]})
-      22
+      29
     """
     size, waiting, seen = 0, [value], 0
     while waiting and size <= most:
