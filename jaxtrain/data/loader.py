@@ -191,8 +191,8 @@ def _check_shared_memory(workers: int) -> None:
         probe = SharedMemory(create=True, size=1)
     except OSError as error:
         raise UserError(
-            f"{workers} workers need shared memory, which cannot be created ({error.strerror}): make /dev/shm writable, "
-            "or set workers to 0"
+            f"{workers} workers need shared memory, which cannot be created ({error.strerror}): make /dev/shm "
+            "writable, or set workers to 0"
         ) from error
     probe.close()
     probe.unlink()

@@ -101,7 +101,7 @@ def _shown_step(step: int, paths: Sequence[Path], most_bytes: int) -> ShownStep:
     items: list[Item] = []
     for path in paths[:_ITEMS]:
         size = _size(path)
-        if size <= most_bytes:
+        if os.path.lexists(path) and size <= most_bytes:
             items.append(_item(path))
             most_bytes -= size
     left_out = f"{len(items):,} of {len(paths):,} are shown: all are in {paths[0].parent}"

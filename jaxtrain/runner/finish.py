@@ -55,8 +55,9 @@ def write_end(name: str, recipe: Recipe, run: RunFolder, outcome: Outcome) -> Se
             log_error_analysis(run.tensorboard, analysis, _WORST)
         write_report(run.report, [record])
     except OSError as error:
+        where = error.filename or run.report
         raise RunFailed(
-            f"{error.filename or run.report} cannot be written ({error.strerror}): the run is saved at step {outcome.step}"
+            f"{where} cannot be written ({error.strerror}): the run is saved at step {outcome.step}"
         ) from error
     return record.metrics
 

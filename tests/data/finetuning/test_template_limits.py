@@ -67,7 +67,8 @@ LARGE = {
     "sum": "{{ ([[1] * 10000] * 10000)|sum(start=[])|length }}",
     "text of a list": LONG + "{{ [x] * 99999 }}",
     "round": "{{ 1.5|round(1000000000, 'ceil') }}",
-    "kept": "{% set ns = namespace(x=[]) %}{% for i in range(99999) %}{% set ns.x = ns.x + ['a' * 100000] %}{% endfor %}",
+    "kept": "{% set ns = namespace(x=[]) %}"
+    "{% for i in range(99999) %}{% set ns.x = ns.x + ['a' * 100000] %}{% endfor %}",
     "static": "{% set y %}{% for i in range(99999) %}" + "x" * 100000 + "{% endfor %}{% endset %}",
     "caller": "{% macro m() %}{% for i in range(99999) %}{{ caller() }}{% endfor %}{% endmacro %}{% call m() %}"
     + "x" * 100000
@@ -118,8 +119,8 @@ def test_a_long_conversation_is_rendered():
 
 def test_what_templates_use_is_computed_as_before():
     source = (
-        "{{ 'x' * 3 }}{{ '%s-%03d' % ('a', 5) }}{{ ['a', 'b']|join(', ') }}{{ '{:>4}'.format('a') }}{% set a, b = 1, 2 %}"
-        "{{ a ~ b }}{% for k, v in {'k': 1}.items() %}{{ k }}{{ v }}{% endfor %}{{ {'a': [1, (2, 3)]} }}"
+        "{{ 'x' * 3 }}{{ '%s-%03d' % ('a', 5) }}{{ ['a', 'b']|join(', ') }}{{ '{:>4}'.format('a') }}"
+        "{% set a, b = 1, 2 %}{{ a ~ b }}{% for k, v in {'k': 1}.items() %}{{ k }}{{ v }}{% endfor %}{{ {'a': [1, (2, 3)]} }}"
         "{{ 'a b'.split(' ')[1] }}{{ 'ab'|replace('a', 'c') }}{{ [3, 1]|sort|first }}{{ [1, 2]|sum }}{{ none }}"
         "{{ {'a': 1}|tojson(indent=2) }}{{ ' a '|trim }}{{ 'a'.center(3) }}{{ 2 ** 10 }}{{ 7 % 4 }}{{ undefined_name }}"
     )
