@@ -75,10 +75,11 @@ def check(run: Path) -> str | None:
         write_report(run / "report.html", [record])
         return render_report([record, record])
     except UserError as error:
-        assert str(run) in str(error)
-        assert "\n" not in str(error)
-        assert "Error(" not in str(error)
-        return None
+        message = str(error)
+    assert str(run) in message
+    assert "\n" not in message
+    assert "Error(" not in message
+    return None
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -120,7 +120,8 @@ def test_a_long_conversation_is_rendered():
 def test_what_templates_use_is_computed_as_before():
     source = (
         "{{ 'x' * 3 }}{{ '%s-%03d' % ('a', 5) }}{{ ['a', 'b']|join(', ') }}{{ '{:>4}'.format('a') }}"
-        "{% set a, b = 1, 2 %}{{ a ~ b }}{% for k, v in {'k': 1}.items() %}{{ k }}{{ v }}{% endfor %}{{ {'a': [1, (2, 3)]} }}"
+        "{% set a, b = 1, 2 %}{{ a ~ b }}{% for k, v in {'k': 1}.items() %}{{ k }}{{ v }}{% endfor %}"
+        "{{ {'a': [1, (2, 3)]} }}"
         "{{ 'a b'.split(' ')[1] }}{{ 'ab'|replace('a', 'c') }}{{ [3, 1]|sort|first }}{{ [1, 2]|sum }}{{ none }}"
         "{{ {'a': 1}|tojson(indent=2) }}{{ ' a '|trim }}{{ 'a'.center(3) }}{{ 2 ** 10 }}{{ 7 % 4 }}{{ undefined_name }}"
     )
