@@ -291,6 +291,13 @@ class Checkpoints:
             "--resume auto"
         )
 
+    def _open(self, folder: Path) -> None:
+        """Open the state of a checkpoint. Raises `DamagedCheckpoint`."""
+        try:
+            self._files.check(folder / _STATE)
+        except Exception as error:  # TensorStore raises many types
+            raise DamagedCheckpoint(f"{_STATE} cannot be opened: {_reason(error)}") from error
+
     def _verified(self, on_damaged: Callable[[str], None] | None, before: int | None = None) -> Path:
         """Return the newest folder that matches its manifest."""
         damaged = self._path / "damaged"
@@ -298,6 +305,7 @@ class Checkpoints:
             folder = self._path / str(step)
             try:
                 verify(folder)
+                self._open(folder)
             except DamagedCheckpoint as error:
                 if not folder.exists():  # evicted by a running process meanwhile
                     return self._verified(on_damaged, before)

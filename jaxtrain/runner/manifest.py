@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.fields import from_json
-from jaxtrain.folder_files import open_file, read_json, regular_files, write_file
+from jaxtrain.folder_files import is_folder, open_file, read_json, regular_files, write_file
 from jaxtrain.run_folder import sync
 
 NAME = "manifest.json"
@@ -49,11 +49,14 @@ def verify(folder: Path) -> None:
         except OSError as error:
             raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror}") from None
 
-    files = _files(folder)
     try:
+        is_folder(folder)  # raises for a link
+        files = _files(folder)
         present = {path.relative_to(folder).as_posix() for path in regular_files(folder)} - {NAME}
     except OSError as error:
         raise DamagedCheckpoint(f"{error.filename} cannot be read: {error.strerror}") from None
+    if not files:
+        raise DamagedCheckpoint(f"{NAME} lists no files")
     if missing := sorted(files.keys() - present):
         raise DamagedCheckpoint(f"{missing[0]} is missing")
     # File managers and network file systems add hidden ones.

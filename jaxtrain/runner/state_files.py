@@ -16,7 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 import tensorstore
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, is_out_of_memory
 from jaxtrain.folder_files import read_json
 
 _CHUNK_BYTES = 2**26
@@ -56,11 +56,12 @@ class StateFiles:
         read_json(folder / "_METADATA")
         store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self._plain_path(folder)}/"}}
         keys = tensorstore.KvStore.open(store).result().list().result()
-        name = next((key for key in sorted(keys) if key.endswith(b"/.zarray")), None)
-        if name is None:
-            raise ValueError("the written arrays cannot be found again")
-        array = name.removesuffix(b".zarray").decode()
-        tensorstore.open({"driver": "zarr", "kvstore": {**store, "path": array}}).result()[...].read().result()
+        names = sorted(key.decode().removesuffix(".zarray") for key in keys if key.endswith(b"/.zarray"))
+        if not names:
+            raise ValueError("it has no arrays")
+        name = "step/" if "step/" in names else names[0]
+        array = tensorstore.open({"driver": "zarr", "kvstore": {**store, "path": name}}).result()
+        array[tuple(slice(0, 1) for _ in array.shape)].read().result()  # a chunk of it
 
     def _plain_path(self, folder: Path) -> Path:
         """Return a path of a folder without characters of shell patterns and without bytes that are not UTF-8.
@@ -85,8 +86,19 @@ class StateFiles:
           partial_restore: Whether the folder holds other arrays besides.
 
         Raises:
-          UserError: Another tree was saved, which orbax would convert silently.
+          UserError: Another tree was saved, which orbax would convert silently, or the folder cannot be read.
         """
+        try:
+            return self._read(folder, like, partial_restore)
+        except Exception as error:  # orbax and TensorStore raise many types
+            if isinstance(error, UserError) or is_out_of_memory(error):
+                raise
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(
+                f"{folder.parent} cannot be read ({why}): remove it, and the checkpoint before it is used"
+            ) from error
+
+    def _read(self, folder: Path, like: Any, partial_restore: bool) -> Any:
         parent, folder = folder.parent, self._plain_path(folder)
         saved = self._orbax.metadata(folder).item_metadata.tree
         _check_kinds(parent, saved, like, partial_restore)

@@ -145,4 +145,4 @@ def test_no_folder_outside_is_shown(folder, tmp_path):
     shutil.move(run / folder, tmp_path / folder)
     (run / folder).symlink_to(tmp_path / folder)
     page = check(run)
-    assert page is None or not {"a text", "2 + 2", "3 as 5"} & {text for text in ("2 + 2", "3 as 5") if text in page}
+    assert page is None or not any(text in page for text in ("2 + 2", "3 as 5"))
