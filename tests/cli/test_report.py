@@ -2,7 +2,9 @@
 
 import http.client
 import json
+import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -95,8 +97,32 @@ def test_a_served_page_is_updated_with_its_run(served):
         file.write(json.dumps(line(40)) + "\n")
     status, page, other = ask(**{"If-None-Match": tag})
     assert (status, "step 40 of 40" in page, other != tag) == (200, True, True)
-    folder.config.write_text("{")
-    assert ask()[0] == 503
+    for text in (
+        "{",
+        "[" * 100_000,
+        '{"recipe": [1], "settings": {}}',
+        '{"recipe": "x", "settings": {}, "devices": 5}',
+    ):
+        folder.config.write_text(text)
+        assert ask()[0] == 503
+
+
+def test_idle_and_broken_clients_do_not_stop_the_server(served, monkeypatch, capfd):
+    _, port, ask = served
+    monkeypatch.setattr(serve._Handler, "timeout", 0.5)
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(2 * serve._CONNECTIONS)]
+    assert threading.active_count() < serve._CONNECTIONS + 20
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            status = ask()[0]
+            break
+        except (ConnectionError, http.client.HTTPException):
+            time.sleep(0.1)
+    assert status == 200
+    for connection in idle:
+        connection.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_requests_for_other_hosts_and_paths_are_rejected(served):
