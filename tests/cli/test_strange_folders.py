@@ -118,10 +118,10 @@ def test_no_command_follows_a_link(command, original, tmp_path, capsys):
         shutil.rmtree(tmp_path / str(i))
 
 
-def test_a_path_with_any_characters_can_be_trained_in_and_resumed(tmp_path, monkeypatch):
-    for name in ("lr[0.1]", "a*b", "what?", "[x", "é ü", "{a,b}", "100%", "a'b\"c", "~x", "$HOME", "a;b", "#1", "!x"):
-        monkeypatch.chdir(tmp_path)
-        run = RunFolder(Path(name, "run[1]"))
-        assert main([*TRAIN.split(), "--steps", "2", "--out", str(run.path)]) == 0, name
-        assert main([*TRAIN.split(), "--resume", "--steps", "4", "--out", str(run.path)]) == 0, name
-        assert sorted(path.name for path in run.checkpoints.iterdir()) == ["0", "2", "4"], name
+@pytest.mark.parametrize("name", ["lr[0.1]", "a*b? {é} 100%", "'\"$HOME"])
+def test_a_path_with_any_characters_can_be_trained_in_and_resumed(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder(Path(name, "run[1]"))
+    assert main([*TRAIN.split(), "--steps", "2", "--out", str(run.path)]) == 0
+    assert main([*TRAIN.split(), "--resume", "--steps", "4", "--out", str(run.path)]) == 0
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["0", "2", "4"]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxtrain.errors import UserError
 from jaxtrain.observe import read_record, render_report, write_report
 from jaxtrain.run_folder import RunFolder
+from jaxtrain.step import Magnitudes
 from tests.fuzz.mutations import NASTY, mutated_tree
 from tests.observe.runs import CONFIG, line
 
@@ -26,7 +27,9 @@ ROLLBACK = {
     "batches_skipped": 2,
     "lr/a": 1,
 }
-MAGNITUDES = dict.fromkeys(("activations", "activation_gradients", "weights", "weight_gradients"), [0] * 12)
+MAGNITUDES = dict.fromkeys(
+    ("activations", "activation_gradients", "weights", "weight_gradients"), [0] * len(Magnitudes("float16", ()).edges)
+)
 PRECISION = {"dtype": "float16", "gradient_dtype": "float16", "loss_scale": 8.0, "layers": {"model": MAGNITUDES}}
 FILES = {
     "config.json": CONFIG | {"source": {"file": "x.py", "sha256": "0"}, "git_commit": None, "earlier": [CONFIG]},

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -68,14 +69,13 @@ def test_a_resumed_run_reports_another_environment_and_keeps_both(tmp_path, monk
     assert main(f"{train} --resume --steps 4".split()) == 0
     output = capsys.readouterr().out
     assert "the run was started with jax 0.4.1, here " in output
-    assert "the run was started with XLA_FLAGS --xla_one, here None: results may not be bit-identical" in output
+    assert re.search("the run was started with XLA_FLAGS --xla_one, here .*: results may not be bit-identical", output)
     assert "run/metrics.jsonl: 1 damaged lines, the first one line 4, were moved to metrics.superseded.jsonl" in output
     config = json.loads(path.read_text())
     assert config["versions"]["jax"] != "0.4.1"
     (earlier,) = config["earlier"]
     assert earlier["versions"]["jax"] == "0.4.1"
     assert earlier["settings"]["steps"] == 2
-    # Deleted files of a run in progress or between two parts of it.
     config["settings"]["lr"] = 0.5
     path.write_text(json.dumps(config))
     assert main(f"{train} --resume --steps 6".split()) == 2
