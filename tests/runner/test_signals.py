@@ -48,7 +48,8 @@ LAUNCHER = """
 import os, sys
 from jaxtrain.cli.processes import Processes
 environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_PROCESSES"}
-raise SystemExit(Processes([sys.executable, "-c", sys.argv[1], sys.argv[2]], [environment] * 2, 5).run().status)
+environments = [{**environment, "NUMBER": str(i)} for i in range(2)]
+raise SystemExit(Processes([sys.executable, "-c", sys.argv[1], sys.argv[2]], environments, 1).run().status)
 """
 
 
@@ -80,3 +81,18 @@ def test_the_processes_of_a_launcher_that_ends_stop(number, tmp_path):
     for pid in alive:
         os.kill(pid, signal.SIGKILL)
     assert not alive
+
+
+STOPPED = """
+import os, signal, time
+if os.environ["NUMBER"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(1)
+os.abort()
+"""
+
+
+def test_a_stopped_process_is_named_and_not_the_one_that_waited_for_it():
+    done = subprocess.run([sys.executable, "-c", LAUNCHER, STOPPED, ""], capture_output=True, text=True, check=False)
+    assert done.returncode == 128 + signal.SIGABRT
+    assert "process 1 of 2 is stopped by a signal, and process 0 waited for it in vain" in done.stderr
