@@ -27,6 +27,7 @@ _SCALER = ("scaler", "scaler_state_dict")
 _STEP = ("step", "global_step")
 _MAX_LISTED = 20
 _MAX_NUMBERS = 10**6
+_MOST_REPEATED = 10**8  # bytes of a tensor whose elements are repeated, as those of `expand`
 _MAX_UPDATES = 2**31  # counts are int32
 
 
@@ -205,7 +206,7 @@ def load(path: Path) -> Any:
         check_zip(path, stored=True)
         _check_pickles(path)
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{path} contains more than tensors, numbers and dictionaries: save only state_dict()s"
@@ -213,6 +214,26 @@ def load(path: Path) -> Any:
     except Exception as error:  # unpickling raises many types
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is not a file of the current torch.save ({reason}): save it again") from error
+    _check_sizes(saved, path)
+    return saved
+
+
+def _check_sizes(saved: Any, path: Path) -> None:
+    """Raise `UserError` for tensors of more bytes than the file has: their elements are not in it, or repeated."""
+    waiting, seen, size = [saved], set[int](), path.stat().st_size
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif _is_tensor(value) and value.numel() * value.element_size() > max(size, _MOST_REPEATED):
+            raise UserError(
+                f"{path} has {size:,} bytes, but a tensor of shape {list(value.shape)}: save tensors that are contiguous"
+            )
 
 
 def _check_pickles(path: Path) -> None:
