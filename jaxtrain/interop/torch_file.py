@@ -221,6 +221,7 @@ def load(path: Path) -> Any:
 def _check_sizes(saved: Any, path: Path) -> None:
     """Raise `UserError` for tensors of more bytes than the file has: their elements are not in it, or repeated."""
     waiting, seen, size = [saved], set[int](), path.stat().st_size
+    limit = max(size, _MOST_REPEATED)
     while waiting:
         value = waiting.pop()
         if id(value) in seen:
@@ -230,10 +231,9 @@ def _check_sizes(saved: Any, path: Path) -> None:
             waiting += value.values()
         elif isinstance(value, list | tuple):
             waiting += value
-        elif _is_tensor(value) and value.numel() * value.element_size() > max(size, _MOST_REPEATED):
-            raise UserError(
-                f"{path} has {size:,} bytes, but a tensor of shape {list(value.shape)}: save tensors that are contiguous"
-            )
+        elif _is_tensor(value) and not value.is_meta and value.numel() * value.element_size() > limit:
+            shape = list(value.shape)
+            raise UserError(f"{path} has {size:,} bytes, but a tensor of shape {shape}: save contiguous tensors")
 
 
 def _check_pickles(path: Path) -> None:
