@@ -74,14 +74,15 @@ def parse_json(text: bytes | str) -> Any:
 
 
 @contextlib.contextmanager
-def new_file(path: Path, inside: Path | None = None) -> Iterator[IO[bytes]]:
-    """Open a temporary file that takes the place of `path` when the block ends, flushed to disk; removed on an error.
+def new_file(path: Path, inside: Path | None = None, *, flush: bool = False) -> Iterator[IO[bytes]]:
+    """Open a temporary file that takes the place of `path` when the block ends; it is removed on an error.
 
     A link at `path` is replaced, not followed. The temporary name is new, whatever the folder contains.
 
     Args:
       path: The file.
       inside: As in `open_file`.
+      flush: Whether the content is on disk before it takes that place, for what must survive a failure of power.
 
     Raises:
       OSError: The operating system refuses.
@@ -93,7 +94,8 @@ def new_file(path: Path, inside: Path | None = None) -> Iterator[IO[bytes]]:
         with os.fdopen(number, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -101,9 +103,9 @@ def new_file(path: Path, inside: Path | None = None) -> Iterator[IO[bytes]]:
         raise
 
 
-def write_file(path: Path, content: bytes | str, inside: Path | None = None) -> None:
-    """Write a file atomically; a text as UTF-8, with the characters that have no encoding escaped. Raises `OSError`."""
-    with new_file(path, inside) as file:
+def write_file(path: Path, content: bytes | str, inside: Path | None = None, *, flush: bool = False) -> None:
+    """Write a file as `new_file` does; a text as UTF-8, with the characters that have no encoding escaped."""
+    with new_file(path, inside, flush=flush) as file:
         file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
 
 

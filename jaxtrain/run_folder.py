@@ -129,7 +129,7 @@ def default_folder(name: str) -> RunFolder:
 def _write(path: Path, content: bytes) -> None:
     """Write a file atomically. Raises `UserError` if the operating system refuses."""
     try:
-        write_file(path, content)
+        write_file(path, content, flush=True)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}): make it writable first") from error
 

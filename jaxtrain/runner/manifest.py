@@ -31,7 +31,7 @@ def write_manifest(folder: Path) -> None:
     with ThreadPoolExecutor(_THREADS) as threads:
         found = zip(paths, threads.map(written, paths), strict=True)
         files = {path.relative_to(folder).as_posix(): file for path, file in found}
-    write_file(folder / NAME, json.dumps({"files": files}, indent=1) + "\n")
+    write_file(folder / NAME, json.dumps({"files": files}, indent=1) + "\n", flush=True)
     for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
         sync(path)
 
