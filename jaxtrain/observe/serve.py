@@ -35,6 +35,7 @@ def report_server(port: int, stamp: Callable[[], str], page: Callable[[], str]) 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = _CONNECTIONS
 
     def __init__(self, port: int, stamp: Callable[[], str], page: Callable[[], str]) -> None:
         super().__init__((HOST, port), _Handler)

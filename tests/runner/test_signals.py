@@ -45,7 +45,8 @@ pathlib.Path(sys.argv[1], str(os.getpid())).touch()
 time.sleep(120)
 """
 LAUNCHER = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
 from jaxtrain.cli.processes import Processes
 environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_PROCESSES"}
 environments = [{**environment, "NUMBER": str(i)} for i in range(2)]
@@ -63,10 +64,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM])
 def test_the_processes_of_a_launcher_that_ends_stop(number, tmp_path):
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, WORKER, str(tmp_path)],
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
-    )
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, WORKER, str(tmp_path)])
     deadline = time.monotonic() + 60
     while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
