@@ -131,4 +131,4 @@ def _print_figures(figures: dict[str, float]) -> None:
 
 def _print_places(places: dict[str, Path]) -> None:
     if places:
-        print("", *(f"{name:9} {path}" for name, path in places.items()), sep="\n")
+        print("", *(escape_unprintable(f"{name:9} {path}") for name, path in places.items()), sep="\n")

@@ -14,8 +14,8 @@ from jaxtrain.observe import serve
 from tests.observe.runs import line, write_run
 
 
-def run(command: str) -> int:
-    return main(command.split())
+def run(command: str | list[str]) -> int:
+    return main(command.split() if isinstance(command, str) else command)
 
 
 def test_one_run_is_reported_in_its_folder_and_several_in_the_working_folder(capsys):
@@ -191,3 +191,14 @@ def test_invalid_outputs_are_rejected(monkeypatch, capsys):
         assert run(f"train digits-mlp --out a {flags}") == 2
         assert capsys.readouterr().err == f"jaxtrain: {error_line}\n"
     assert not Path("a").exists()
+
+
+def test_control_characters_and_unknown_encodings_do_not_reach_the_terminal(capsys):
+    name = "a\x1b]0;title\x07\udce9"
+    folder = write_run(Path(name))
+    config = json.loads(folder.config.read_text())
+    folder.config.write_text(json.dumps(config | {"recipe": "x\x1b[31m\n"}))
+    assert run(["report", name]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0].startswith("a\\x1b]0;title\\x07\\udce9 · x\\x1b[31m\\n · step 40")
+    assert printed.replace("\n", "").isprintable()
