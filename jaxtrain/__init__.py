@@ -5,6 +5,7 @@ The map of the package. Each line may import only from the lines above it (`test
     errors, fields, paths   user errors, types of settings, parameter paths and predicates on them
     user_cache              the user's cache folder
     user_file               imports a user's Python file
+    folder_files            files of a folder that may come from somebody else: no links followed
     compilation             compilation without the persistent cache
     threefry                random bits by operations that any kernel has
     transforms              function to function by its jaxpr: precision, remat, unroll, hooks

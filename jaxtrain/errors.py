@@ -24,6 +24,15 @@ class RunFailed(UserError):  # noqa: N818
     exit_status = 1
 
 
+def escape_unprintable(text: str) -> str:
+    """Return a text that may come from a file, for a terminal: one line, in which control characters are escaped.
+
+    >>> escape_unprintable("lr 0.1\\x1b]0;title\\x07")
+    'lr 0.1\\\\x1b]0;title\\\\x07'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the error is Python's MemoryError or XLA's `absl::StatusCode::kResourceExhausted`."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

@@ -10,7 +10,9 @@ import math
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
 
 _MAX_LENGTH = 60  # characters of a formatted value
 
@@ -35,6 +37,40 @@ def type_errors(values: Any) -> list[str]:
         for name, value in by_name.items()
         if not _is(value, hints[name])
     ]
+
+
+def from_json(kind: type[T], values: Any) -> T:
+    """Return a dataclass with the values of a JSON object, which may have other keys.
+
+    Args:
+      kind: The dataclass. A field without a default must be in the object.
+      values: What a JSON file contains.
+
+    Raises:
+      ValueError: It is not an object, or a value is missing or of another type.
+
+    Example:
+      >>> from dataclasses import dataclass
+      >>> @dataclass
+      ... class Sizes:
+      ...     width: int
+      >>> from_json(Sizes, {"width": 8, "depth": "x"})
+      Sizes(width=8)
+      >>> from_json(Sizes, {"width": "8"})
+      Traceback (most recent call last):
+      ValueError: width must be an int, got '8'
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"an object is expected, got {brief(values)}")
+    fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]
+    for field in fields:
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in values:
+            raise ValueError(f"{field.name} is missing")
+    read = kind(**{field.name: values[field.name] for field in fields if field.name in values})
+    if wrong := type_errors(read):
+        raise ValueError(wrong[0])
+    return read
 
 
 def brief(value: Any) -> str:

@@ -11,18 +11,22 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 import jax
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, escape_unprintable
+from jaxtrain.fields import from_json
+from jaxtrain.folder_files import read_file, read_json, write_file
 from jaxtrain.recipes import RECIPES, named_recipe
 from jaxtrain.run import Recipe, file_of, is_reference, locate, name_of, source_of
 
 _REPORTED = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
+# Entries of config.json that determine the numbers of a run.
+_DETERMINING = ("recipe", "source", "settings", "versions", "python", "platform", "devices", "variables", "git_commit")
 # Environment variables that change results.
 _VARIABLES = ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL")
 
@@ -95,11 +99,26 @@ class RunFolder:
             raise UserError(f"{self.path} cannot be created ({error.strerror}): choose another --out") from error
 
     def write_config(self, name: str, recipe: Recipe) -> None:
-        """Write config.json, and the copy of the recipe's file. Raises `UserError` if the operating system refuses."""
-        config = {"recipe": name, **_source(name), "settings": _plain(recipe), **environment()}
+        """Write config.json, and the copy of the recipe's file.
+
+        What it recorded before is kept in its list "earlier", if anything that determines the numbers has changed.
+
+        Raises:
+          UserError: The operating system refuses, or the file that is there cannot be read.
+        """
+        config = {"recipe": name, **_source(name), "settings": plain_settings(recipe), **environment()}
+        if self.config.is_symlink() or self.config.exists():
+            config["earlier"] = _earlier(recorded_config(self.config), config)
         if is_reference(name):
             _write(self.source, source_of(name))
         _write(self.config, f"{json.dumps(config, indent=2)}\n".encode())
+
+
+def _earlier(before: dict[str, Any], now: Mapping[str, Any]) -> list[Any]:
+    """Return what a config.json keeps of the one that it replaces."""
+    kept = before.pop("earlier", [])
+    is_same = all(before.get(key) == now.get(key) for key in _DETERMINING)
+    return kept if is_same else [*kept, before]
 
 
 def default_folder(name: str) -> RunFolder:
@@ -109,13 +128,46 @@ def default_folder(name: str) -> RunFolder:
 
 def _write(path: Path, content: bytes) -> None:
     """Write a file atomically. Raises `UserError` if the operating system refuses."""
-    partial = path.with_suffix(".partial")
     try:
-        partial.write_bytes(content)
-        sync(partial)
-        partial.replace(path)
+        write_file(path, content, flush=True)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}): make it writable first") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Config:
+    """The types of the entries of a config.json."""
+
+    recipe: str
+    settings: dict[str, Any]
+    source: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    devices: list[str] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    python: str = ""
+    platform: str = ""
+    git_commit: str | None = None
+    started: str = ""
+    earlier: list[dict[str, Any]] = field(default_factory=list)
+
+
+def recorded_config(config: Path) -> dict[str, Any]:
+    """Read a config.json.
+
+    Args:
+      config: The file.
+
+    Returns:
+      Its entries: at least "recipe" and "settings".
+
+    Raises:
+      UserError: The file cannot be read, or an entry has another type.
+    """
+    with _reading(config):
+        written: dict[str, Any] = read_json(config)
+        from_json(_Config, written)
+        return written
 
 
 def read_config(config: Path, named: str | None = None, usage: str = "--resume --out {folder}") -> tuple[str, Recipe]:
@@ -132,10 +184,11 @@ def read_config(config: Path, named: str | None = None, usage: str = "--resume -
     Raises:
       UserError: The file cannot be read, its recipe is unknown, or the recipe does not have one of the settings.
     """
-    with _reading(config):
-        written = json.loads(config.read_text())
-        name = written["recipe"]
-        recorded = written["source"]["file"] if is_reference(name) else None
+    written = recorded_config(config)
+    name = written["recipe"]
+    recorded = written.get("source", {}).get("file") if is_reference(name) else None
+    if is_reference(name) and recorded is None:
+        raise UserError(f"{config} does not record the file of {name}: restore it, or start a new run")
     if recorded is not None:
         is_same = named is not None and is_reference(named) and name_of(named) == name_of(name)
         name = named if named is not None and is_same else locate(name, recorded)
@@ -145,9 +198,19 @@ def read_config(config: Path, named: str | None = None, usage: str = "--resume -
                 f"{file_of(name)}, the recipe of {config}, does not exist: restore it, or if it has moved use "
                 f"jaxtrain train NEW.py::{name_of(name)} {flags}"
             )
+        if name != named:
+            _announce(name, written["source"].get("sha256"))
     elif name not in RECIPES:
         raise UserError(f"{config}: unknown recipe {name!r}: choose one of {', '.join(RECIPES)}")
     return name, read_settings(config, type(named_recipe(name)))
+
+
+def _announce(reference: str, sha256: str | None) -> None:
+    """Print which file is about to be run: the user did not name it, a run folder did."""
+    is_same = hashlib.sha256(source_of(reference)).hexdigest() == sha256
+    file = escape_unprintable(str(file_of(reference).resolve()))
+    changed = "" if is_same else ", which has changed since the run used it"
+    print(f"jaxtrain: running {file}{changed}", file=sys.stderr, flush=True)
 
 
 def read_settings(config: Path, kind: type[Recipe]) -> Recipe:
@@ -156,8 +219,7 @@ def read_settings(config: Path, kind: type[Recipe]) -> Recipe:
     Raises:
       UserError: The file cannot be read, or the class does not have one of the settings.
     """
-    with _reading(config):
-        settings = dict(json.loads(config.read_text())["settings"])
+    settings = recorded_config(config)["settings"]
     unknown = settings.keys() - {field.name for field in dataclasses.fields(kind) if field.init}
     if unknown:
         raise UserError(
@@ -174,7 +236,11 @@ def _reading(config: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{config} cannot be read ({error!r}): restore it, or start a new run") from error
+        raise UserError(f"{config} cannot be read ({_reason(error)}): restore it, or start a new run") from error
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 def source_change(run: RunFolder, name: str) -> str | None:
@@ -184,13 +250,15 @@ def source_change(run: RunFolder, name: str) -> str | None:
       run: The folder of the run.
       name: The recipe's name as `read_config` returned it.
     """
-    recorded = json.loads(run.config.read_text()).get("source", {}).get("sha256") if is_reference(name) else None
+    recorded = recorded_config(run.config).get("source", {}).get("sha256") if is_reference(name) else None
     after = source_of(name) if recorded else b""
     if not recorded or hashlib.sha256(after).hexdigest() == recorded:
         return None
-    if not run.source.is_file():
+    if not run.source.exists():
         return f"{file_of(name)} has changed since the run used it, and {run.source} is missing"
-    return f"{file_of(name)} has changed since the run used it: {_difference(run.source.read_bytes(), after)}"
+    with _reading(run.source):
+        before = read_file(run.source)
+    return f"{file_of(name)} has changed since the run used it: {_difference(before, after)}"
 
 
 def _difference(before: bytes, after: bytes) -> str:
@@ -222,9 +290,26 @@ def _source(name: str) -> dict[str, Any]:
     return {"source": {"file": str(file_of(name).resolve()), "sha256": hashlib.sha256(source_of(name)).hexdigest()}}
 
 
-def _plain(recipe: Recipe) -> dict[str, Any]:
+def plain_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings of a recipe as JSON has them."""
     settings = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe) if field.init}
-    return {k: str(v.absolute()) if isinstance(v, Path) else v for k, v in settings.items()}
+    plain = {k: str(v.absolute()) if isinstance(v, Path) else v for k, v in settings.items()}
+    return dict(json.loads(json.dumps(plain)))
+
+
+def environment_changes(config: Mapping[str, Any]) -> list[str]:
+    """Describe how the environment that a config.json records, which affects a run's bits, differs from this one.
+
+    Args:
+      config: Its entries, as `recorded_config` returned them.
+    """
+
+    def flat(of: Mapping[str, Any]) -> dict[str, Any]:
+        named = {name: of[name] for name in ("python", "devices") if name in of}
+        return {**named, **of.get("versions", {}), **of.get("variables", {})}
+
+    there, here = flat(config), flat(environment())
+    return [f"{k} {there.get(k)}, here {here.get(k)}" for k in {**there, **here} if there.get(k) != here.get(k)]
 
 
 def _typed(recipe_type: type[Recipe], settings: Mapping[str, Any]) -> dict[str, Any]:

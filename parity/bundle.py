@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from jaxtrain.fields import brief, from_json
+from jaxtrain.folder_files import open_file, read_json
 from parity.case import Case
 from parity.low_precision import TRAININGS
 from parity.record import Record, Snapshot, Tensors
@@ -20,6 +23,7 @@ from parity.settings import Settings, in_double, validate
 
 FORMAT = 2
 INDEX = "bundle.json"
+_NUMBERS = ("losses", "scales", "grad_norms")
 
 
 def record(case: Case, precisions: Sequence[str], folder: Path, **settings: Any) -> None:
@@ -87,11 +91,30 @@ def open_bundle(folder: Path) -> Bundle:
     index = folder / INDEX
     if not index.is_file():
         raise UserError(f"{folder} contains no {INDEX}: create it with parity record")
-    content = json.loads(index.read_text())
-    if content.get("format") != FORMAT:
-        raise UserError(f"{folder} has bundle format {content.get('format')}, expected {FORMAT}: record it again")
-    settings = Settings(content["accumulate"], content["remat"], content["steps"], content["seed"])
-    return Bundle(folder, content["case"], tuple(content["precisions"]), settings)
+    try:
+        content = read_json(index)
+        if isinstance(content, dict) and content.get("format") != FORMAT:
+            raise UserError(
+                f"{folder} has bundle format {brief(content.get('format'))}, expected {FORMAT}: record it again"
+            )
+        found = from_json(_Index, content)
+    except (OSError, ValueError) as error:
+        why = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise UserError(f"{index} cannot be read ({why}): record it again") from error
+    settings = Settings(found.accumulate, found.remat, found.steps, found.seed)
+    return Bundle(folder, found.case, tuple(found.precisions), settings)
+
+
+@dataclass(frozen=True)
+class _Index:
+    """The types of bundle.json."""
+
+    case: str
+    precisions: list[str]
+    accumulate: int
+    remat: str
+    steps: int
+    seed: int
 
 
 def _seeds(precision: str, settings: Settings) -> range:
@@ -106,13 +129,25 @@ def _write(folder: Path, name: str, reference: Reference) -> None:
 
 def _read(folder: Path, name: str) -> Reference:
     def run(what: str) -> Record:
-        return _record(load_file(folder / f"{name}-{what}.safetensors"))
+        return _record(_load(folder / f"{name}-{what}.safetensors"))
 
     def runs(what: str) -> list[Record]:
         return [run(f"{what}{i}") for i in range(len(list(folder.glob(f"{name}-{what}*.safetensors"))))]
 
-    weights = load_file(folder / f"{name}-weights.safetensors")
+    weights = _load(folder / f"{name}-weights.safetensors")
     return Reference(weights, run("theirs"), runs("reordered"), runs("one_ulp"), run("truth"))
+
+
+def _load(path: Path) -> Tensors:
+    """Read tensors. Raises `UserError` if the file cannot be read, or is a link."""
+    from jaxtrain.errors import UserError
+
+    try:
+        open_file(path).close()
+        return load_file(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        why = (isinstance(error, OSError) and error.strerror) or str(error).partition("\n")[0]
+        raise UserError(f"{path} cannot be read ({why}): record the bundle again") from error
 
 
 def _runs(reference: Reference) -> list[tuple[str, Record]]:
@@ -142,7 +177,11 @@ def _record(flat: Mapping[str, np.ndarray]) -> Record:
         moments = {name: below(f"{when}/moments/{name}/") for name in sorted(names)}
         return Snapshot(below(f"{when}/params/"), moments, below(f"{when}/buffers/"))
 
-    numbers = {name: flat[name] for name in ("losses", "scales", "grad_norms")}
+    from jaxtrain.errors import UserError
+
+    if missing := [name for name in _NUMBERS if name not in flat]:
+        raise UserError(f"the bundle has no {missing[0]}: record it again")
+    numbers = {name: flat[name] for name in _NUMBERS}
     return Record(grads=below("grads/"), first=snapshot("first"), last=snapshot("last"), **numbers)
 
 

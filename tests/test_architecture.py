@@ -18,6 +18,7 @@ ORDER = (
         "paths",
         "user_cache",
         "user_file",
+        "folder_files",
         "compilation",
         "threefry",
         "transforms",

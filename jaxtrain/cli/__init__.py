@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from jaxtrain.cli.user_code import print_own_traceback as print_own_traceback
 from jaxtrain.cpu.host_memory import keep_host_memory
 from jaxtrain.cpu.threads import reserve_collective_threads
-from jaxtrain.errors import UserError, is_out_of_memory
+from jaxtrain.errors import UserError, escape_unprintable, is_out_of_memory
 
 COMMANDS = {
     "train": "train a recipe: jaxtrain train [RECIPE] [--out DIR] [--resume [auto]] [--from CONFIG] [--field value …]",
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _one_line(message: str) -> str:
     """Escape non-printable characters, which a quoted file may contain, and shorten the message."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in message)
+    text = escape_unprintable(message)
     return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH // 2]} … {text[-_MAX_LENGTH // 2 :]}"
 
 
@@ -85,6 +86,9 @@ def _dispatch(args: list[str]) -> int:
         return 0 if args else 2
     if args[0] not in COMMANDS:
         raise UserError(f"no command {args[0]!r}{nearest(args[0], COMMANDS)}: choose one of {', '.join(COMMANDS)}")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character shows its number
+            stream.reconfigure(errors="backslashreplace")
     keep_host_memory()  # three calls of mallopt, which must precede the import of NumPy and JAX
     reserve_collective_threads(os.environ)
     try:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxtrain.cli.flags import parse, run_folder_argument
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, escape_unprintable
+from jaxtrain.folder_files import make_folder, new_file, write_file
 from jaxtrain.observe import error_summary, log_error_analysis, write_error_page
 from jaxtrain.run import Media, Recipe, Task, split_media
 from jaxtrain.run_folder import RunFolder
@@ -57,18 +58,19 @@ def _evaluate_examples(run: RunFolder, name: str, recipe: Recipe, task: Task, op
     stem = f"step-{analysis.step}-{options.split}"
     with _folder(run) as folder:
         page, lines = options.out or folder / f"{stem}.html", folder / f"{stem}.jsonl"
-        lines.write_text("".join(json.dumps(line) + "\n" for line in analysis.lines()))
+        with new_file(lines, run.path) as file:
+            file.writelines(f"{json.dumps(line)}\n".encode() for line in analysis.lines())
         places = {"page": page, "examples": lines, **_write_answers(folder, stem, answers)}
         _write_json(options.json, error_summary(analysis, options.worst))
         write_error_page(page, analysis, options.worst)
         log_error_analysis(run.tensorboard, analysis, options.worst)
     count = len(analysis.predictions)
-    print(f"{run.path} · {name} · step {analysis.step} · {options.split}, {count:,} examples")
+    print(f"{escape_unprintable(f'{run.path} · {name}')} · step {analysis.step} · {options.split}, {count:,} examples")
     _print_figures(analysis.figures())
     worst = analysis.predictions.worst(options.worst)
     print(f"\nthe {len(worst)} worst")
     for i in worst:
-        print(f"  {i:>6}  loss {analysis.losses[i]:7.3f}  {analysis.describe(int(i))}")
+        print(f"  {i:>6}  loss {analysis.losses[i]:7.3f}  {escape_unprintable(analysis.describe(int(i)))}")
     _print_places(places)
 
 
@@ -89,7 +91,7 @@ def _evaluate_whole(run: RunFolder, name: str, recipe: Recipe, task: Task, optio
     with _folder(run) as folder:
         places = _write_answers(folder, f"step-{step}-validation", answers)
         _write_json(options.json, {"recipe": name, "step": step, "split": "validation", **finite})
-    print(f"{run.path} · {name} · step {step} · validation")
+    print(f"{escape_unprintable(f'{run.path} · {name}')} · step {step} · validation")
     _print_figures(metrics)
     _print_places(places)
 
@@ -104,16 +106,17 @@ def _folder(run: RunFolder) -> Iterator[Path]:
     """Create the folder of evaluations; a file that cannot be written is a `UserError`."""
     folder = run.path / "eval"
     try:
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         yield folder
     except OSError as error:
-        raise UserError(f"{error.filename} cannot be written ({error.strerror}): use another path") from error
+        where = error.filename or folder  # a full disk has no file name
+        raise UserError(f"{where} cannot be written ({error.strerror}): use another path") from error
 
 
 def _write_answers(folder: Path, stem: str, answers: Media) -> dict[str, Path]:
     places = {tag: folder / f"{stem}.{tag}.{files[0].suffix}" for tag, files in answers.items()}
     for tag, path in places.items():
-        path.write_bytes(answers[tag][0].data)
+        write_file(path, answers[tag][0].data)
     return places
 
 
@@ -128,4 +131,4 @@ def _print_figures(figures: dict[str, float]) -> None:
 
 def _print_places(places: dict[str, Path]) -> None:
     if places:
-        print("", *(f"{name:9} {path}" for name, path in places.items()), sep="\n")
+        print("", *(escape_unprintable(f"{name:9} {path}") for name, path in places.items()), sep="\n")

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from jaxtrain.cli.flags import parse, run_folder_argument
 from jaxtrain.data.finetuning import ModelTokenizer
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, escape_unprintable
 from jaxtrain.export import huggingface, onnx, stablehlo, torch_run
 from jaxtrain.export.inference import Inference, build_inference
 from jaxtrain.export.model_card import ModelCard, auto_class
@@ -101,7 +101,8 @@ def main(args: list[str]) -> int:
         restored = Restored(run, name, recipe, task, restore_state(run.checkpoints, recipe, task), out, dtype)
         status.update(f"writing and verifying {out}")
         summary = write(partial, restored)
-    print(f"exported {run.path} to {out} after {int(applied_updates(restored.state))} updates: {summary}")
+    where = escape_unprintable(f"{run.path} to {out}")
+    print(f"exported {where} after {int(applied_updates(restored.state))} updates: {summary}")
     if options.format == "stablehlo":
         print(f"\n{out / 'load.py'}:\n\n{stablehlo.LOADER}", end="")
     return 0

@@ -14,7 +14,7 @@ from jaxtrain.optim import Call, format_expression, parse_expression
 from jaxtrain.recipes import RECIPES, named_recipe
 from jaxtrain.run import Recipe, Task, task_batches
 from jaxtrain.run_folder import RunFolder, default_folder
-from jaxtrain.runner import Checkpoints, check_free, preflight, schedule_call, training_step
+from jaxtrain.runner import Checkpoints, check_free, preflight, saved_settings, schedule_call, training_step
 
 COMMAND = "jaxtrain import-torch CKPT --model RECIPE"
 
@@ -96,7 +96,7 @@ def _save(run: RunFolder, name: str, recipe: Recipe, task: Task, theirs: TorchRu
     if theirs.expression is not None:
         write_metadata(run.torch, theirs.metadata)
     run.metrics.touch()
-    with Checkpoints(run.checkpoints) as checkpoints:
+    with Checkpoints(run.checkpoints, constant=saved_settings(recipe)) as checkpoints:
         checkpoints.save(state, position)
     # Last: a folder with a config is a run, and it is not one without its checkpoint.
     run.write_config(name, recipe)

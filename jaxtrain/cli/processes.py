@@ -10,7 +10,9 @@ import time
 from types import FrameType
 from typing import IO, NamedTuple
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from jaxtrain.distributed import processes
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_SECONDS = 0.05
 
 
@@ -37,7 +39,10 @@ class Processes:
 
     def run(self) -> Ended:
         """Start the processes and wait for all of them."""
-        before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        # A signal that is ignored, as SIGHUP by nohup, stays so.
+        handled = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._receive) for number in handled}
+        self._pipe, ended = os.pipe()
         try:
             for environment in self._environments:
                 self._start(environment)
@@ -48,13 +53,16 @@ class Processes:
                     os.killpg(process.pid, signal.SIGKILL)
             for thread in self._threads:
                 thread.join()
+            os.close(self._pipe)
+            os.close(ended)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _start(self, environment: dict[str, str]) -> None:
         process = subprocess.Popen(
             self._command,
-            env=environment,
+            env={**environment, processes.LAUNCHER_PIPE: str(self._pipe)},
+            pass_fds=[self._pipe],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -115,15 +123,26 @@ class Processes:
         return min(ended, key=lambda p: p.returncode == -signal.SIGABRT, default=None)
 
     def _report(self, failed: subprocess.Popen[bytes]) -> None:
-        code = failed.returncode
+        code, number = failed.returncode, self._started.index(failed)
         how = f"exited with {code}" if code >= 0 else f"was terminated by {signal.Signals(-code).name}"
-        which = f"process {self._started.index(failed)} of {len(self._started)}"
+        if code == -signal.SIGABRT and (stopped := self._stopped()) is not None:
+            number, how = stopped, f"is stopped by a signal, and process {number} waited for it in vain"
+        which = f"process {number} of {len(self._started)}"
         with self._lock:
             print(f"jaxtrain: {which} {how}: terminating the others", file=sys.stderr, flush=True)
 
+    def _stopped(self) -> int | None:
+        """Return the number of a process that SIGSTOP or a debugger has stopped."""
+        for number, process in enumerate(self._started):
+            with contextlib.suppress(ChildProcessError):
+                if os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None:
+                    return number
+        return None
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self._signals.append(signal.Signals(number))
+        # The terminal has closed, if it is SIGHUP: save and stop.
+        self._signals.append(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
 
     def _send(self, number: signal.Signals) -> None:
         for process in self._started:

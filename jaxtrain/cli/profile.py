@@ -15,7 +15,7 @@ from jaxtrain.cli.compilation_cache import enable_compilation_cache
 from jaxtrain.cli.flags import parse, run_folder_argument
 from jaxtrain.cost import ceilings, known_ceilings
 from jaxtrain.distributed import run_devices
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, escape_unprintable
 from jaxtrain.profile import INPUT, Row, StepTrace, current_source_lines, estimate_table, newest_trace, time_table
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import Checkpoints, Unsaved, build_training, read_recipe, saved_steps
@@ -42,7 +42,8 @@ def main(args: list[str]) -> int:
     enable_compilation_cache()
     console = Console(highlight=False)
     device = run_devices(recipe.mesh)[0]
-    console.print(f"{run.path} · {name} · {device.device_kind} · {options.steps} steps", markup=False)
+    where = escape_unprintable(f"{run.path} · {name}")
+    console.print(f"{where} · {device.device_kind} · {options.steps} steps", markup=False)
     # Compile for the shape of the next batch, whatever the shapes before it were.
     training = build_training(dataclasses.replace(recipe, allow_recompile=0))
     if saved_steps(run.checkpoints):
@@ -80,7 +81,7 @@ def main(args: list[str]) -> int:
         title = f"estimated by the roofline of {_roofline_of(device)}, not measured"
         print_table(console, estimate_table(jaxpr, ceilings(device), options.steps), options.steps, title)
     console.print(f"trace: {trace}", markup=False, soft_wrap=True)
-    console.print(f"view it with: xprof --logdir {out}", markup=False, soft_wrap=True)
+    console.print(f"view it with: xprof --logdir {escape_unprintable(str(out))}", markup=False, soft_wrap=True)
     return 0
 
 

@@ -14,7 +14,7 @@ from jaxtrain.cli.flags import parse
 from jaxtrain.data.loader import Batch
 from jaxtrain.debug import NonfiniteTracer, NonfiniteValue, TracedValue
 from jaxtrain.distributed import bypass_compilation_cache, data_parallel_size, parse_mesh, run_mesh
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, escape_unprintable
 from jaxtrain.observe import read_metrics
 from jaxtrain.paths import path_name
 from jaxtrain.run import Recipe, task_batches
@@ -79,7 +79,7 @@ def main(args: list[str]) -> int:
 def _replay(run: RunFolder, name: str, training: Training, step: int) -> int:
     recipe = training.recipe
     state, batch, recorded = _before(run, training, step)
-    print(f"{run.path} · {name} · step {step}")
+    print(escape_unprintable(f"{run.path} · {name} · step {step}"))
     new, metrics = training.step_of(batch)(jax.tree.map(jnp.copy, state), batch)
     loss = np.asarray(metrics["loss"])
     same = recorded is not None and _equal_bits(recorded.get("loss"), loss)

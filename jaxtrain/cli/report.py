@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from jaxtrain.cli.flags import optional_value, parse
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, escape_unprintable
 from jaxtrain.observe import HOST, read_record, render_report, report_server, write_report
 from jaxtrain.run_folder import RunFolder
 
@@ -43,8 +43,8 @@ def main(args: list[str]) -> int:
         raise UserError(f"{out} cannot be written ({error.strerror}): choose another --out") from error
     for record in records:
         best = f", best validation loss {record.best.eval_loss:.4f} at step {record.best.step}" if record.best else ""
-        print(f"{record.name} · {record.config['recipe']} · step {record.step}{best}")
-    print(f"page  {out}")
+        print(escape_unprintable(f"{record.name} · {record.config['recipe']} · step {record.step}{best}"))
+    print(f"page  {escape_unprintable(str(out))}")
     return 0
 
 
@@ -72,7 +72,7 @@ def _stamp(runs: Sequence[RunFolder]) -> str:
             run.path / "result.json",
             *sorted((run.path / "eval").glob("*.worst.json")),
         )
-        if path.exists()
+        if path.exists() and not path.is_symlink()
     ]
     stats = [(str(path), stat.st_size, stat.st_mtime_ns) for path in files for stat in [path.stat()]]
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]

@@ -2,12 +2,11 @@
 
 import importlib.util
 import inspect
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -31,7 +30,14 @@ from jaxtrain.planning import choice_notes, format_settings, plan
 from jaxtrain.profile import LoopTrace, newest_trace, time_table
 from jaxtrain.recipes import named_recipe
 from jaxtrain.run import Recipe
-from jaxtrain.run_folder import RunFolder, default_folder, environment, read_config, source_change
+from jaxtrain.run_folder import (
+    RunFolder,
+    default_folder,
+    environment_changes,
+    read_config,
+    recorded_config,
+    source_change,
+)
 from jaxtrain.runner import check_free, check_resumed, check_settings, run_training, stored_recipe, write_end
 
 
@@ -97,7 +103,7 @@ def _train(args: list[str]) -> int:
         f"compilation cache {enable_compilation_cache()}"
     )
     if options.from_:
-        for difference in _environment_differences(json.loads(options.from_.read_text())):
+        for difference in environment_changes(recorded_config(options.from_)):
             console.message(f"{options.from_} was written with {difference}: results may not be bit-identical")
     if resumes and (change := source_change(run, name)):
         console.message(change)
@@ -168,16 +174,6 @@ def _check_recipe(name: str, named: str | None, where: Path) -> None:
     """Return the recipe name found in `where`; raise `UserError` if the command line names another."""
     if named not in (None, name):
         raise UserError(f"{where} holds a run of {name}, not of {named}: omit {named}, or use another folder or config")
-
-
-def _environment_differences(config: dict[str, Any]) -> list[str]:
-    """Describe how the recorded environment, which affects a run's bits, differs from the present one."""
-
-    def flat(of: dict[str, Any]) -> dict[str, Any]:
-        return {"python": of["python"], "devices": of["devices"], **of["versions"], **of["variables"]}
-
-    there, here = flat(config), flat(environment())
-    return [f"{k} {there.get(k)}, here {here.get(k)}" for k in {**there, **here} if there.get(k) != here.get(k)]
 
 
 def _resumed_recipe(run: RunFolder, named: str | None, options: Train, flags: list[str]) -> tuple[str, Recipe]:

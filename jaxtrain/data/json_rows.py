@@ -17,6 +17,7 @@ from jaxtrain.errors import UserError
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _REMEDY = "write one JSON object per line"
+_MOST_OF_LINE, _MOST_OF_ARRAY = 2**26, 2**31  # bytes
 
 
 class JsonLines:
@@ -94,6 +95,8 @@ class JsonArray:
 
     def __init__(self, file: Path) -> None:
         self.file = file
+        if (size := file.stat().st_size) > _MOST_OF_ARRAY:
+            raise UserError(f"{file} has {size:,} bytes, and an array is read whole: {_REMEDY}")
         try:
             rows = json_value(file.read_text("utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
@@ -151,7 +154,9 @@ def _lines(file: Path) -> NDArray[np.int64]:
     """Return the offset and the number of every line that is not blank, [N, 2]."""
     lines, offset = array("q"), 0
     with file.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
+        for number, line in enumerate(iter(lambda: stream.readline(_MOST_OF_LINE), b""), 1):
+            if len(line) == _MOST_OF_LINE:
+                raise UserError(f"{file}, line {number} has {_MOST_OF_LINE:,} bytes or more: {_REMEDY}")
             if line.strip(b" \t\r\n\xef\xbb\xbf"):
                 lines.extend((offset, number))
             offset += len(line)

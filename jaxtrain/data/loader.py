@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import cloudpickle
@@ -84,6 +85,8 @@ class Loader:
             raise UserError(f"the data seed must be at least 0, got {seed}")
         if workers < 0:
             raise UserError(f"the number of workers must be at least 0, got {workers}")
+        if workers:
+            _check_shared_memory(workers)
         if prefetch < 0:
             raise UserError(f"the number of batches to prefetch must be at least 0, got {prefetch}")
         self.prefetch = prefetch
@@ -180,3 +183,16 @@ def _configure_worker(x64: bool, index: int, count: int) -> None:
     """Make a worker process convert as its parent does, and leave the accelerators to the parent."""
     jax.config.update("jax_enable_x64", x64)
     jax.config.update("jax_platforms", "cpu")
+
+
+def _check_shared_memory(workers: int) -> None:
+    """Raise `UserError` if worker processes could not hand over their arrays, which they do in shared memory."""
+    try:
+        probe = SharedMemory(create=True, size=1)
+    except OSError as error:
+        raise UserError(
+            f"{workers} workers need shared memory, which cannot be created ({error.strerror}): make /dev/shm "
+            "writable, or set workers to 0"
+        ) from error
+    probe.close()
+    probe.unlink()

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jaxtrain.errors import UserError
+from jaxtrain.folder_files import MOST_BYTES
 
 Tokens = NDArray[np.int32]
 Role = Literal["pad", "start", "end", "mask"]
@@ -144,6 +145,8 @@ def _read(file: Path) -> Any:
         raise UserError("a tokenizer.json needs tokenizers: pip install 'jaxtrain[data]'") from None
     if not file.is_file():
         raise UserError(f"{file} is not a file: use a tokenizer.json")
+    if (bytes_ := file.stat().st_size) > MOST_BYTES:
+        raise UserError(f"{file} has {bytes_:,} bytes, more than {MOST_BYTES:,}: use a tokenizer.json")
     try:
         found = Read.from_file(str(file))
         # A file may hold those of the program that wrote it; texts are encoded as a whole.

@@ -6,11 +6,16 @@ first process prints and writes files; `once` runs a function in it and returns 
 
 import atexit
 import contextlib
+import ipaddress
 import itertools
 import json
 import os
 import re
+import signal
+import socket
 import sys
+import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -27,6 +32,9 @@ HEARTBEAT_SECONDS = 20
 """A process without a heartbeat for this long is dead, and the runtime ends the others."""
 _SHUTDOWN_SECONDS = 3600  # how long the others wait at the end for the first process, which may still write files
 _MESSAGE_SECONDS = 5  # how long a failing process waits for messages of the others
+_SAVE_SECONDS = 15  # how long a process may save after its launcher has ended
+LAUNCHER_PIPE = "JAXTRAIN_LAUNCHER_PIPE"
+"""Environment variable with the number of a pipe that closes when the launcher ends."""
 _FOREVER_MS = 2**31 - 1  # milliseconds; if the other process dies, the runtime ends this one
 # Errors of XLA's collectives when the other end of a connection is gone.
 _BROKEN = re.compile("Gloo|NCCL")
@@ -74,13 +82,32 @@ def start() -> None:
     """
     if not jax.distributed.is_initialized() and (arguments := initialize_arguments(os.environ)) is not None:
         _initialize(arguments)
+    if (pipe := os.environ.pop(LAUNCHER_PIPE, None)) is not None:
+        threading.Thread(target=_stop_without_launcher, args=(int(pipe),), name="launcher", daemon=True).start()
     if not is_first():
         sys.stdout.flush()
         # The file descriptor and not only Python's: the collectives print their connections to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
+def _stop_without_launcher(pipe: int) -> None:
+    """End this process once the launcher is gone, whose end closes the pipe: as by SIGTERM, then by SIGKILL."""
+    with contextlib.suppress(OSError):
+        os.read(pipe, 1)
+    # Nobody reads the output any more; writing would be an error.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_SAVE_SECONDS)
+    os.killpg(0, signal.SIGKILL)
+
+
 def _initialize(arguments: dict[str, Any]) -> None:
+    address = arguments.get("coordinator_address")
+    if address is not None and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ and _is_loopback(address):
+        # By default the coordinator, which asks for no password, listens on all interfaces.
+        arguments = {**arguments, "coordinator_bind_address": address}
     try:
         jax.distributed.initialize(
             **arguments, heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=_SHUTDOWN_SECONDS
@@ -91,6 +118,20 @@ def _initialize(arguments: dict[str, Any]) -> None:
             f"the processes could not connect ({why}): fix the settings of their launcher, or set "
             "JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID for each"
         ) from error
+
+
+def _is_loopback(address: str) -> bool:
+    """Return whether HOST:PORT is an address of this machine that no other one can reach.
+
+    >>> [_is_loopback(f"{host}:1234") for host in ("127.0.0.1", "127.9.9.9", "[::1]", "localhost", "10.0.0.1")]
+    [True, True, True, True, False]
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        return bool(found) and all(ipaddress.ip_address(str(place[0])).is_loopback for *_, place in found)
+    except (OSError, ValueError):
+        return False
 
 
 def initialize_arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxtrain.errors import RunFailed
 from jaxtrain.export.inference import named_weights
+from jaxtrain.folder_files import open_file
 from jaxtrain.interop import (
     CheckpointMetadata,
     NameTable,
@@ -28,7 +29,11 @@ def write_run(path: Path, run: RunFolder, recipe: Recipe, task: Task, names: Nam
     Raises:
       RunFailed: The file holds different weights.
     """
-    metadata = read_metadata(run.torch) if run.torch.exists() else _metadata(recipe, task, names, state)
+    if run.torch.is_symlink() or run.torch.exists():
+        open_file(run.torch).close()  # raises for a link
+        metadata = read_metadata(run.torch)
+    else:
+        metadata = _metadata(recipe, task, names, state)
     write_torch(path, to_torch(state, metadata, optimizer_expression(recipe), names, task.buffers))
     exported = read_torch(path).model
     buffers = task.buffers or NameTable({})

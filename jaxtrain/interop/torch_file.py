@@ -4,9 +4,10 @@ No code in a file is run: `.pt` is read by `torch.load(weights_only=True)`, whic
 containers only, and `.safetensors` contains no code. Tensors are memory-mapped and read one by one.
 """
 
-import contextlib
+import pickletools
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from jaxtrain.data import check_zip, is_zip
 from jaxtrain.errors import UserError
+from jaxtrain.folder_files import MOST_BYTES, new_file
 from jaxtrain.interop.bitsandbytes import WRAPPED
 
 _MODEL = ("model", "state_dict", "model_state_dict")
@@ -25,6 +27,7 @@ _SCALER = ("scaler", "scaler_state_dict")
 _STEP = ("step", "global_step")
 _MAX_LISTED = 20
 _MAX_NUMBERS = 10**6
+_MOST_REPEATED = 10**8  # bytes of a tensor whose elements are repeated, as those of `expand`
 _MAX_UPDATES = 2**31  # counts are int32
 
 
@@ -151,14 +154,20 @@ def write_torch(path: Path | str, checkpoint: TorchCheckpoint) -> None:
 def save(path: Path | str, plain: Mapping[str, Any]) -> None:
     """Write a dictionary with `torch.save`, arrays as tensors, atomically."""
     path = Path(path)
-    torch, partial = installed_torch(f"writes {path}"), path.with_name(f"{path.name}.partial")
+    torch = installed_torch(f"writes {path}")
     try:
-        torch.save(_in_torch(dict(plain), torch, {}), partial)
-        partial.replace(path)
+        with new_file(path) as file:
+            torch.save(_in_torch(dict(plain), torch, {}), file)
     except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise UserError(f"{path} cannot be written ({error}): choose another --out") from error
+        why = next((cause.strerror for cause in _causes(error) if isinstance(cause, OSError)), None) or error
+        raise UserError(f"{path} cannot be written ({why}): choose another --out") from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those during which it was raised: torch reports a full disk as its own error."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def installed_torch(why: str) -> Any:
@@ -195,8 +204,9 @@ def load(path: Path) -> Any:
     if is_zip(path):
         # torch would map compressed tensors without decompressing them, and unpack a compressed pickle of any size.
         check_zip(path, stored=True)
+        _check_pickles(path)
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{path} contains more than tensors, numbers and dictionaries: save only state_dict()s"
@@ -204,6 +214,43 @@ def load(path: Path) -> Any:
     except Exception as error:  # unpickling raises many types
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is not a file of the current torch.save ({reason}): save it again") from error
+    _check_sizes(saved, path)
+    return saved
+
+
+def _check_sizes(saved: Any, path: Path) -> None:
+    """Raise `UserError` for tensors of more bytes than the file has: their elements are not in it, or repeated."""
+    waiting, seen, size = [saved], set[int](), path.stat().st_size
+    limit = max(size, _MOST_REPEATED)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif _is_tensor(value) and not value.is_meta and value.numel() * value.element_size() > limit:
+            shape = list(value.shape)
+            raise UserError(f"{path} has {size:,} bytes, but a tensor of shape {shape}: save contiguous tensors")
+
+
+def _check_pickles(path: Path) -> None:
+    """Raise `UserError` for a file in which a number says how much memory to allocate, by a call of `bytearray`."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                if name.endswith(".pkl") and archive.getinfo(name).file_size > MOST_BYTES:
+                    raise UserError(f"{path}: {name!r} has more than {MOST_BYTES:,} bytes: save only state_dict()s")
+                if name.endswith(".pkl") and b"bytearray" in (content := archive.read(name)):
+                    for opcode, value, _ in pickletools.genops(content):
+                        if isinstance(value, str) and value.split()[-1:] == ["bytearray"] and opcode.name != "COMMENT":
+                            raise UserError(
+                                f"{path} contains more than tensors, numbers and dictionaries: save only state_dict()s"
+                            )
+    except (OSError, ValueError, IndexError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is not a file of the current torch.save ({error}): save it again") from error
 
 
 def _read_safetensors(path: Path) -> dict[str, StoredTensor]:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -167,7 +166,7 @@ def average_points(points: Sequence[_Point], most: int = _POINTS) -> dict[str, l
         for part in (points[a:b] for a, b in pairwise(np.linspace(0, len(points), most + 1).astype(int)))
     ]
     found: dict[str, list[float | None]] = {"steps": [step for step, _ in segments]}
-    for name, reduce in (("values", fmean), ("low", min), ("high", max)):
+    for name, reduce in (("values", _mean), ("low", min), ("high", max)):
         found[name] = _short([reduce(values) if values else None for _, values in segments])
     return found
 
@@ -203,4 +202,8 @@ def _merged(skips: list[tuple[int, int]]) -> list[list[int]]:
 
 def _short(values: Sequence[float | None]) -> list[float | None]:
     """Round to six digits, more than a screen shows."""
-    return [value if value is None else float(f"{value:.6g}") for value in values]
+    return [float(f"{value:.6g}") if value is not None and np.isfinite(value) else None for value in values]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(value / len(values) for value in values)  # a sum of large values would overflow

@@ -16,8 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtrain.data import Source, Tokenizer
+from jaxtrain.folder_files import write_file
 from jaxtrain.observe.pictures import READABLE, image_of
 from jaxtrain.observe.predictions import Bin, Outputs, Predictions, by_kind, by_position, calibration, confusion
+from jaxtrain.observe.record import PICTURE
 from jaxtrain.run import Task
 
 _TEXT_WIDTH = 70  # characters of a text in the terminal
@@ -226,8 +228,8 @@ def write_error_page(path: Path, analysis: ErrorAnalysis, worst: int) -> None:
         confusion=confusion(analysis.classes, classes) if 0 < classes <= READABLE else None,
         confusions=analysis.confusions() if classes else [],
     )
-    _write(path, page)
-    _write(path.with_suffix(".worst.json"), json.dumps(_worst(analysis, worst)))
+    write_file(path, page)
+    write_file(path.with_suffix(".worst.json"), json.dumps(_worst(analysis, worst)))
 
 
 def _worst(analysis: ErrorAnalysis, count: int) -> dict[str, Any]:
@@ -235,19 +237,13 @@ def _worst(analysis: ErrorAnalysis, count: int) -> dict[str, Any]:
     examples = [
         {
             "index": int(i),
-            "loss": float(analysis.losses[i]),
+            "loss": _finite(analysis.losses[i]),
             "description": analysis.describe(int(i)),
             "picture": _picture(analysis.source[int(i)]),
         }
         for i in analysis.predictions.worst(count)
     ]
     return {"step": analysis.step, "split": analysis.split, "examples": examples}
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def decode(tokenizer: Tokenizer | None, token: int) -> str:
@@ -270,7 +266,7 @@ def _picture(example: dict[str, Any]) -> str | None:
         return None
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "png")
-    return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
+    return f"{PICTURE}{base64.b64encode(out.getvalue()).decode()}"
 
 
 def _curve(losses: list[float | None]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Format counts, durations and long texts for people."""
 
+import math
+
 
 def format_count(value: float) -> str:
     """Format a count with a metric suffix.
@@ -7,6 +9,8 @@ def format_count(value: float) -> str:
     >>> format_count(12345.0), format_count(640.0), format_count(7.25)
     ('12.3k', '640', '7.2')
     """
+    if not math.isfinite(value):
+        return str(value)
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.1f}{letter}"
@@ -31,6 +35,8 @@ def format_duration(seconds: float) -> str:
     >>> format_duration(59.6), format_duration(3725), format_duration(90061)
     ('1:00', '1:02:05', '1 d 1:01:01')
     """
+    if not math.isfinite(seconds):
+        return str(seconds)
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
+from jaxtrain.observe.line_types import MEDIA, PRECISION
 from jaxtrain.step import PrecisionLosses
 
 
@@ -50,8 +51,8 @@ _NUMBERS = (
 )
 LOSS_SCALES = "loss_scales/"
 """Prefix of the keys of the loss scales of layers, among the metrics of a run."""
-_RATE, _EVAL, _PER_S, _MEDIA = "lr/", "eval_", "_per_s", "media"
-_PRECISION, SHARE = "precision", "precision/"
+_RATE, _EVAL, _PER_S = "lr/", "eval_", "_per_s"
+SHARE = f"{PRECISION}/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +119,10 @@ class LogLine:
         """
         left: dict[str, Any] = {key: math.nan if value is None else value for key, value in line.items()}
         known: dict[str, Any] = {"step": left.pop("step")}
-        if isinstance(left.get(_MEDIA), Mapping):
-            known["media"] = left.pop(_MEDIA)
-        if isinstance(left.get(_PRECISION), Mapping):
-            known["precision"] = PrecisionLosses.from_json(left.pop(_PRECISION))
+        if isinstance(left.get(MEDIA), Mapping):
+            known["media"] = left.pop(MEDIA)
+        if isinstance(left.get(PRECISION), Mapping):
+            known["precision"] = PrecisionLosses.from_json(left.pop(PRECISION))
             left = {key: value for key, value in left.items() if not key.startswith(SHARE)}
         for name in _NUMBERS:
             if _KEYS.get(name, name) in left:
@@ -163,5 +164,5 @@ class LogLine:
     def to_json(self) -> dict[str, Any]:
         """Return the line as a JSON object: `values`, null for those that are not finite, `precision` and `media`."""
         finite = {key: value if math.isfinite(value) else None for key, value in self.values().items()}
-        measured = {} if self.precision is None else {_PRECISION: self.precision.to_json()}
-        return finite | measured | ({_MEDIA: self.media} if self.media else {})
+        measured = {} if self.precision is None else {PRECISION: self.precision.to_json()}
+        return finite | measured | ({MEDIA: self.media} if self.media else {})

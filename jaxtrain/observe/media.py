@@ -2,13 +2,15 @@
 
 import hashlib
 import html
-import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxtrain.data import replace_unprintable
+from jaxtrain.fields import from_json
+from jaxtrain.folder_files import make_folder, parse_json, write_file
 from jaxtrain.observe.log_line import LogLine
 from jaxtrain.run import Media, MediaFile
 
@@ -16,6 +18,14 @@ _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+\-.!|~])")
 Item = TypeVar("Item")
 _TAG_LENGTH, _HASH_LENGTH = 60, 12  # characters of a file's name
 _CELLS = 4  # of a row in a terminal
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The types of a table's file."""
+
+    columns: list[str]
+    data: list[list[Any]]
 
 
 def write_media(folder: Path, step: int, media: Media) -> dict[str, list[str]]:
@@ -36,13 +46,11 @@ def write_media(folder: Path, step: int, media: Media) -> dict[str, list[str]]:
       OSError: The operating system refuses a write.
     """
     if media:
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
     names = {tag: [_name(step, tag, file) for file in files] for tag, files in media.items()}
     for tag, files in media.items():
         for name, file in zip(names[tag], files, strict=True):
-            partial = folder / f"{name}.partial"
-            partial.write_bytes(file.data)
-            partial.replace(folder / name)
+            write_file(folder / name, file.data)
     return names
 
 
@@ -65,14 +73,15 @@ def media_paths(folder: Path, line: LogLine) -> Iterator[tuple[str, Path]]:
     """
     for tag, names in line.media.items():
         for name, file in numbered(tag, names):
-            if (path := folder / Path(file).name).is_file():
+            path = folder / Path(file).name
+            if path.is_file() and not path.is_symlink():
                 yield name, path
 
 
 def read_table(data: bytes) -> tuple[list[str], list[list[Any]]]:
-    """Return the (columns, rows) of a table's file."""
-    table = json.loads(data)
-    return table["columns"], table["data"]
+    """Return the (columns, rows) of a table's file. Raises `ValueError` if it contains no table."""
+    table = from_json(_Table, parse_json(data))
+    return table.columns, table.data
 
 
 def first_rows(media: Media) -> dict[str, dict[str, str]]:

@@ -2,20 +2,27 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.folder_files import UnsafeFile, append_file, new_file, open_file, parse_json
 from jaxtrain.observe.histograms import Histogram
+from jaxtrain.observe.line_types import check_line
 from jaxtrain.observe.log_line import LogLine
 from jaxtrain.observe.media import write_media
 from jaxtrain.observe.tensorboard import Events, write_all
 from jaxtrain.run import encode_media
+
+_MOST_BYTES = 2**30
+"""Largest metrics.jsonl that is read."""
+_MOST_OF_LINE = 2**24
 
 
 class MetricsLog:
@@ -40,10 +47,11 @@ class MetricsLog:
     def __init__(self, path: Path, tensorboard: Path, from_step: int | None = None) -> None:
         self._media = path.with_name("media")
         try:
-            _supersede(path, from_step)
+            self.damaged = _supersede(path, from_step)
+            """Numbers of lines of `path` that were moved because they are not lines of a run."""
             self._events = Events(tensorboard, from_step)
             # Unbuffered, so that a line is one system call, and a failed one is not repeated at close.
-            self._file = path.open("ab", buffering=0)
+            self._path, self._file = path, append_file(path)
         except OSError as error:
             raise UserError(f"{path.parent} cannot be written ({error.strerror}): make it writable first") from error
 
@@ -70,6 +78,7 @@ class MetricsLog:
         line, files = LogLine.of(line), encode_media(media or {})
         with self._write_errors(line.step):
             line = replace(line, media=write_media(self._media, line.step, files))
+            self._restore_deleted()
             write_all(self._file, json.dumps(line.to_json()).encode() + b"\n")
             self._events.scalars(line)
             self._events.media(line.step, files)
@@ -83,19 +92,34 @@ class MetricsLog:
         with self._write_errors(step):
             self._events.histograms(step, histograms)
 
+    def _restore_deleted(self) -> None:
+        """Write the file again if it was deleted; append to the other one if it was replaced, as by an editor."""
+        number = self._file.fileno()
+        if os.fstat(number).st_nlink:
+            return
+        if not self._path.exists():
+            with new_file(self._path) as file:
+                os.lseek(number, 0, os.SEEK_SET)
+                while part := os.read(number, 2**20):
+                    file.write(part)
+        self._file.close()
+        self._file = append_file(self._path)
+
     @contextmanager
     def _write_errors(self, step: int) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise RunFailed(
-                f"step {step} could not be logged in {self._file.name} ({error.strerror}): "
+                f"step {step} could not be logged in {self._path} ({error.strerror}): "
                 "everything saved before is intact; fix that, then continue with --resume auto"
             ) from error
 
 
 class NoMetricsLog:
     """The log of a process whose lines another process writes."""
+
+    damaged: Sequence[int] = ()
 
     def __enter__(self) -> "NoMetricsLog":
         return self
@@ -116,37 +140,72 @@ def metrics_log(path: Path, tensorboard: Path, from_step: int | None) -> Metrics
 
 
 def read_metrics(path: Path) -> list[LogLine]:
-    """Read the complete lines of a metrics.jsonl; a missing file has none."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [LogLine.from_json(json.loads(line)) for line in lines if line.endswith(b"\n")]
+    """Read the complete lines of a metrics.jsonl; a missing file has none.
+
+    Raises:
+      UserError: The file cannot be read, or a line is not one of a run.
+    """
+    lines: list[LogLine] = []
+    number = 0
+    try:
+        if not path.is_symlink() and not path.exists():
+            return []
+        with open_file(path) as file:
+            for line in _lines(path, file, _MOST_BYTES):
+                number += 1
+                if line.endswith(b"\n"):
+                    values = parse_json(line)
+                    check_line(values)
+                    lines.append(LogLine.from_json(values))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): restore it, or leave it out") from error
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read (line {number}: {error}): remove that line") from error
+    return lines
 
 
-def _supersede(path: Path, from_step: int | None) -> None:
+def _lines(path: Path, file: IO[bytes], most: float = math.inf) -> Iterator[bytes]:
+    """Yield the lines of a file, each with its end. Raises `UnsafeFile` for a line or a file that is too large."""
+    size = 0
+    while line := file.readline(_MOST_OF_LINE):
+        size += len(line)
+        if len(line) == _MOST_OF_LINE:
+            raise UnsafeFile(path, f"a line has {_MOST_OF_LINE:,} bytes or more")
+        if size > most:
+            raise UnsafeFile(path, f"it has more than {most:,} bytes")
+        yield line
+
+
+def _supersede(path: Path, from_step: int | None) -> list[int]:
     """Move the lines from `from_step` on, and incomplete ones, to the file beside `path`.
+
+    Returns the numbers of the lines that are complete, but not ones of a run.
 
     The copy is appended before the lines are dropped: an interruption in between may duplicate them, never lose them.
     """
-    if not path.exists():
-        return
-    lines = path.read_bytes().splitlines()
+    if not path.is_symlink() and not path.exists():
+        return []
     first = math.inf if from_step is None else from_step
-    retained = [line for line in lines if _step_of(line) < first]
-    superseded = [line for line in lines if not _step_of(line) < first]
+    retained, superseded, damaged = list[bytes](), list[bytes](), list[int]()
+    with open_file(path) as file:
+        for number, line in enumerate(_lines(path, file), 1):
+            step = _step_of(line)
+            (retained if step < first else superseded).append(line.removesuffix(b"\n") + b"\n")
+            if step == math.inf and line.endswith(b"\n"):  # one without an end was cut short by a kill
+                damaged.append(number)
     if superseded:
-        with path.with_name(f"{path.stem}.superseded{path.suffix}").open("ab") as file:
-            file.write(_joined(superseded))
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(_joined(retained))
-    partial.replace(path)
-
-
-def _joined(lines: list[bytes]) -> bytes:
-    return b"".join(line + b"\n" for line in lines)
+        with append_file(path.with_name(f"{path.stem}.superseded{path.suffix}")) as file:
+            write_all(file, b"".join(superseded))
+    with new_file(path) as file:
+        file.writelines(retained)
+    return damaged
 
 
 def _step_of(line: bytes) -> float:
     """The step of a line; inf of one that is incomplete or not ours."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        values = parse_json(line)
+        check_line(values)
+    except ValueError:
         return math.inf
+    return float(values["step"])

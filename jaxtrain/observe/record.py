@@ -2,17 +2,22 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.fields import from_json
+from jaxtrain.folder_files import is_folder, read_file, write_file
 from jaxtrain.observe.log_line import LogLine
 from jaxtrain.observe.metrics import read_metrics
-from jaxtrain.run_folder import RunFolder
+from jaxtrain.run_folder import RunFolder, recorded_config
+
+PICTURE = "data:image/png;base64,"
+T = TypeVar("T")
 
 
 class ClockPoint(NamedTuple):
@@ -51,7 +56,7 @@ class Record:
     def total_steps(self) -> int | None:
         """The steps of the whole run; None without settings."""
         steps = self.config["settings"].get("steps")
-        return steps if isinstance(steps, int) else None
+        return steps if type(steps) is int and 0 < steps < 2**53 else None
 
     @cached_property
     def evaluations(self) -> list[LogLine]:
@@ -92,6 +97,7 @@ class Record:
     def throughput(self) -> float | None:
         """Median throughput of the lines, in `unit` per second."""
         rates = [line.throughput.per_s for line in self.metrics if line.throughput]
+        rates = [rate for rate in rates if np.isfinite(rate)]
         return float(np.median(rates)) if rates else None
 
     @cached_property
@@ -121,25 +127,67 @@ def read_record(run: RunFolder) -> Record:
     Raises:
       UserError: The folder holds no run, or a file in it is damaged.
     """
-    if not run.config.exists() and not run.metrics.exists():
+    if not _is_there(run.config) and not _is_there(run.metrics):
         raise UserError(f"{run.path} holds no run: give the folder of one, as in jaxtrain report runs/gpt-stdlib")
+    config: dict[str, Any] = {"recipe": run.path.name, "settings": {}}
+    if _is_there(run.config):
+        config = recorded_config(run.config)
+    result = _read(_Result, _result(run)) if _is_there(_result(run)) else _Result()
+    return Record(
+        name=str(run.path),
+        config=config,
+        metrics=read_metrics(run.metrics),
+        references=result.references,
+        sample=result.sample,
+        sample_step=result.step,
+        worst=_newest_worst(run.path / "eval"),
+    )
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The types of result.json."""
+
+    step: int = 0
+    references: dict[str, float] = field(default_factory=dict)
+    sample: str | None = None
+
+
+@dataclass(frozen=True)
+class _Worst:
+    """The types of a file of the worst examples of an evaluation."""
+
+    step: int
+    split: str
+    examples: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Example:
+    """The types of one of these examples."""
+
+    index: int
+    loss: float | None
+    description: str = ""
+    picture: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.picture, str) and not self.picture.startswith(PICTURE):
+            raise ValueError(f"picture must begin with {PICTURE}, got {self.picture[:20]!r}")
+
+
+def _is_there(path: Path) -> bool:
+    return path.is_symlink() or path.exists()
+
+
+def _read(kind: type[T], path: Path, inside: Path | None = None) -> T:
+    """Read a JSON file with the fields of a dataclass. Raises `UserError`."""
     try:
-        config: dict[str, Any] = {"recipe": run.path.name, "settings": {}}
-        if run.config.exists():
-            config = json.loads(run.config.read_text())
-        _ = config["recipe"], config["settings"].items()
-        result = json.loads(_result(run).read_text()) if _result(run).exists() else {}
-        return Record(
-            name=str(run.path),
-            config=config,
-            metrics=read_metrics(run.metrics),
-            references=result.get("references", {}),
-            sample=result.get("sample"),
-            sample_step=result.get("step", 0),
-            worst=_newest_worst(run.path / "eval"),
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{run.path} cannot be read ({error!r}): restore it, or leave it out") from error
+        # A number that is not finite is written as null in metrics.jsonl, and as NaN in older files of evaluations.
+        return from_json(kind, json.loads(read_file(path, inside), parse_constant=lambda name: None))
+    except (OSError, ValueError, RecursionError) as error:
+        why = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise UserError(f"{path} cannot be read ({why}): restore it, or delete it") from error
 
 
 def write_result(run: RunFolder, *, step: int, references: Mapping[str, float], sample: str | None) -> None:
@@ -151,9 +199,8 @@ def write_result(run: RunFolder, *, step: int, references: Mapping[str, float], 
       references: Losses that a useful model must beat, by name, in nats.
       sample: Text generated by the model.
     """
-    partial = _result(run).with_suffix(".partial")
-    partial.write_text(json.dumps({"step": step, "references": dict(references), "sample": sample}) + "\n")
-    partial.replace(_result(run))
+    finite = {name: value for name, value in references.items() if np.isfinite(value)}
+    write_file(_result(run), json.dumps({"step": step, "references": finite, "sample": sample}) + "\n")
 
 
 def _result(run: RunFolder) -> Path:
@@ -162,5 +209,18 @@ def _result(run: RunFolder) -> Path:
 
 def _newest_worst(folder: Path) -> dict[str, Any] | None:
     """The worst examples at the latest evaluated step, of the validation split if there are two."""
-    found = [json.loads(path.read_text()) for path in folder.glob("*.worst.json")]
+    try:
+        paths = sorted(folder.glob("*.worst.json")) if is_folder(folder) else []
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read ({error.strerror}): remove it") from error
+    found = [_worst(path) for path in paths]
     return max(found, key=lambda worst: (worst["step"], worst["split"] == "validation"), default=None)
+
+
+def _worst(path: Path) -> dict[str, Any]:
+    worst = _read(_Worst, path, path.parents[1])
+    try:
+        examples = [asdict(from_json(_Example, example)) for example in worst.examples]
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error}): restore it, or delete it") from error
+    return {**asdict(worst), "examples": examples}

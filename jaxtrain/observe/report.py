@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from jaxtrain.cost import format_bytes
+from jaxtrain.folder_files import write_file
 from jaxtrain.observe.charts import chart_data
 from jaxtrain.observe.formatting import format_count, format_duration
 from jaxtrain.observe.precision_figure import precision_figure, precision_table
@@ -45,9 +46,7 @@ def write_report(path: Path, records: Sequence[Record]) -> None:
       path: The HTML file.
       records: The runs.
     """
-    partial = path.with_suffix(".partial")
-    partial.write_text(render_report(records), encoding="utf-8")
-    partial.replace(path)
+    write_file(path, render_report(records))
 
 
 @functools.cache
@@ -95,7 +94,7 @@ def _settings(records: Sequence[Record]) -> tuple[list[str], list[Row]]:
 
 
 def _environment(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name not in ("recipe", "settings")}
+    return {name: value for name, value in config.items() if name not in ("recipe", "settings", "earlier")}
 
 
 def _flatten(nested: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,16 @@
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock
+from threading import Lock, Semaphore
+from typing import Any
 
 from jaxtrain.errors import UserError
 
 HOST = "127.0.0.1"
+_SECONDS = 5
+"""Time in which a client must send its request."""
+_CONNECTIONS = 64
+"""Connections that are answered at a time; further ones are closed."""
 
 
 def report_server(port: int, stamp: Callable[[], str], page: Callable[[], str]) -> ThreadingHTTPServer:
@@ -30,10 +35,12 @@ def report_server(port: int, stamp: Callable[[], str], page: Callable[[], str]) 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = _CONNECTIONS
 
     def __init__(self, port: int, stamp: Callable[[], str], page: Callable[[], str]) -> None:
         super().__init__((HOST, port), _Handler)
         self._stamp, self._page, self._lock = stamp, page, Lock()
+        self._free = Semaphore(_CONNECTIONS)
         self._rendered: tuple[str, bytes] | None = None
 
     def answer(self) -> tuple[str, bytes]:
@@ -41,12 +48,30 @@ class _Server(ThreadingHTTPServer):
         with self._lock:
             stamp = self._stamp()
             if self._rendered is None or self._rendered[0] != stamp:
-                self._rendered = stamp, self._page().encode()
+                self._rendered = stamp, self._page().encode("utf-8", "backslashreplace")
             return self._rendered
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own if one is free."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and free the thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: a client that ends its connection is no error of this program."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
+    timeout = _SECONDS
 
     def do_GET(self) -> None:
         # Reject DNS rebinding: another site's name resolved to 127.0.0.1 would let that site read the page.
@@ -60,8 +85,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_page(self) -> None:
         try:
             stamp, page = self.server.answer()
-        except UserError as error:
-            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
+        except Exception as error:  # whatever the files contain, the client gets an answer
+            explain = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=explain)
             return
         tag = f'"{stamp}"'
         is_current = self.headers.get("If-None-Match") == tag

@@ -2,6 +2,8 @@
 
 import base64
 import io
+import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,11 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.folder_files import open_file, read_file
 from jaxtrain.observe.media import cell_text, read_table
 from jaxtrain.observe.record import Record
 from jaxtrain.run_folder import RunFolder
 
 _PAGE_BYTES = 8 * 2**20  # of the files of all runs and tags
+_MOST_BYTES = 16 * 2**20  # of a table or a text that is read whole
+_MOST_PIXELS = 2**24
 _STEPS, _ITEMS = 50, 24  # of a tag; of a step
 _CHARACTERS, _ROWS, _COLUMNS = 20_000, 100, 30  # of a text; of a table
 _FEW = 10  # rows, below which the cells of a table are not shown longer
@@ -96,7 +101,7 @@ def _shown_step(step: int, paths: Sequence[Path], most_bytes: int) -> ShownStep:
     items: list[Item] = []
     for path in paths[:_ITEMS]:
         size = _size(path)
-        if path.is_file() and size <= most_bytes:
+        if os.path.lexists(path) and size <= most_bytes:
             items.append(_item(path))
             most_bytes -= size
     left_out = f"{len(items):,} of {len(paths):,} are shown: all are in {paths[0].parent}"
@@ -105,30 +110,55 @@ def _shown_step(step: int, paths: Sequence[Path], most_bytes: int) -> ShownStep:
 
 def _size(path: Path) -> int:
     """Return the bytes that a file takes in the page, about."""
-    size = path.stat().st_size if path.is_file() else 0
+    try:
+        size = path.lstat().st_size
+    except (OSError, ValueError):  # there is none, or its name is not one of a file
+        return 0
     return min(size, _CHARACTERS) if path.suffix in (".txt", ".json") else size
 
 
 def _item(path: Path) -> Item:
-    data = path.read_bytes()
-    match path.suffix:
-        case ".png":
-            return _image(data)
-        case ".wav":
-            return Item("audio", source=_uri("audio/wav", data))
-        case ".txt":
-            text = data.decode(errors="replace")
-            cut = f"the first {_CHARACTERS:,} of {len(text):,} characters" if len(text) > _CHARACTERS else ""
-            return Item("text", text=text[:_CHARACTERS], left_out=cut)
-        case _:
-            return _table(*read_table(data))
+    """Return a medium; a text that says why, if it cannot be shown."""
+    try:
+        match path.suffix:
+            case ".png":
+                return _image(_read(path))
+            case ".wav":
+                return Item("audio", source=_uri("audio/wav", _read(path)))
+            case ".txt":
+                return _text(path)
+            case _:
+                return _table(*read_table(_read(path)))
+    except (OSError, ValueError) as error:
+        why = (isinstance(error, OSError) and error.strerror) or str(error)
+        return Item("text", left_out=f"{path.name} is not shown: {why}")
+
+
+def _read(path: Path) -> bytes:
+    return read_file(path, path.parents[1], most=_MOST_BYTES)
+
+
+def _text(path: Path) -> Item:
+    with open_file(path, path.parents[1]) as file:
+        size = os.fstat(file.fileno()).st_size
+        text = file.read(min(size, _MOST_BYTES)).decode(errors="replace")
+    whole = f"{len(text):,} characters" if size <= _MOST_BYTES else f"{size:,} bytes"
+    cut = f"the first {_CHARACTERS:,} of {whole}" if len(text) > _CHARACTERS else ""
+    return Item("text", text=text[:_CHARACTERS], left_out=cut)
 
 
 def _image(data: bytes) -> Item:
     from PIL import Image
 
-    with Image.open(io.BytesIO(data)) as picture:
-        width = picture.width
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a large image, which is refused below
+            with Image.open(io.BytesIO(data), formats=["PNG"]) as picture:
+                width, height = picture.size
+    except Exception as error:  # Pillow raises many types
+        raise ValueError(f"it is not a PNG image ({error})") from None
+    if width * height > _MOST_PIXELS:
+        raise ValueError(f"it is {width}x{height}, more than {_MOST_PIXELS:,} pixels")
     scale = max(_SMALL // width, 1)
     return Item("image", source=_uri("image/png", data), width=width * scale, is_enlarged=scale > 1)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from jaxtrain.folder_files import append_file, make_folder
 from jaxtrain.observe.histograms import Histogram
 from jaxtrain.observe.log_line import LogLine
 from jaxtrain.observe.media import markdown_table, numbered, read_table
@@ -42,10 +43,10 @@ class Events:
         from tensorboardX.proto import event_pb2, summary_pb2
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         # TensorBoard reads files in the order of their names; a run may be resumed within one second.
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
-        self._file = (folder / name).open("xb", buffering=0)
+        self._file = append_file(folder / name)
         self._append(file_version="brain.Event:2")
         if from_step is not None:
             # START hides what was written before for this step and later ones (tensorboard's event_accumulator.py).

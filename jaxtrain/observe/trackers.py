@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.folder_files import read_file
 from jaxtrain.observe.log_line import LogLine
 from jaxtrain.observe.media import media_paths, read_table
 from jaxtrain.observe.record import Record
@@ -147,9 +148,10 @@ def _wandb_medium(path: Path) -> Any:
         case ".wav":
             return wandb.Audio(str(path))
         case ".txt":
-            return wandb.Html(f"<pre>{html.escape(path.read_text())}</pre>", data_is_not_path=True)
+            text = html.escape(read_file(path).decode(errors="replace"))
+            return wandb.Html(f"<pre>{text}</pre>", data_is_not_path=True)
         case _:
-            columns, rows = read_table(path.read_bytes())
+            columns, rows = read_table(read_file(path))
             return wandb.Table(columns=[*columns], data=rows, allow_mixed_types=True)
 
 

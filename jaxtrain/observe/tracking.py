@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Protocol
 
+from jaxtrain.folder_files import open_file, read_json, write_file
 from jaxtrain.observe.log_line import LogLine
 from jaxtrain.observe.record import Record, read_record
 from jaxtrain.run_folder import RunFolder
@@ -108,7 +109,7 @@ class _Follower(Thread):
             if self._ended.wait(_POLL_EVERY) and not self._run.metrics.exists():
                 return  # the run never began
         state_file = self._run.path / f"{self.tracker.name}.json"
-        state = json.loads(state_file.read_text()) if state_file.exists() else {}
+        state = read_json(state_file) if state_file.exists() else {}
         run_id = self.tracker.begin(read_record(self._run), self._run.path, state.get("id"))
         lines = _GrowingFile(self._run.metrics)
         unreported = _Unreported(state.get("last_step", -1), state.get("rollbacks", []))
@@ -132,7 +133,7 @@ class _GrowingFile:
 
     def read(self) -> list[LogLine]:
         """Return the lines since the previous call; all lines if the file was replaced."""
-        with self._path.open("rb") as file:
+        with open_file(self._path) as file:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self._inode:
                 self._inode, self._offset = inode, 0
@@ -180,6 +181,4 @@ class _Unreported:
 
 
 def _write(path: Path, state: Mapping[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(state) + "\n")
-    partial.replace(path)
+    write_file(path, json.dumps(state) + "\n")

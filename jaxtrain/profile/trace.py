@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from jaxtrain.errors import RunFailed
+from jaxtrain.folder_files import is_folder, make_folder
 from jaxtrain.profile.kinds import KINDS, kind_of_kernel
 from jaxtrain.profile.program import Operation, operations
 
@@ -86,6 +87,9 @@ class StepTrace:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # an event per Python call would slow down the steps
         # The default name of a trace's folder has seconds: a second trace within one would overwrite the first.
+        make_folder(self._folder)
+        for folder in (self._folder / "plugins", self._folder / "plugins" / "profile"):
+            is_folder(folder)  # raises for a link, which the profiler would follow
         options.session_id = f"{datetime.now():%Y_%m_%d_%H_%M_%S_%f}"
         jax.profiler.start_trace(self._folder, profiler_options=options)
         self._steps = jax.profiler.TraceAnnotation(STEPS)
@@ -147,7 +151,8 @@ def newest_trace(folder: Path) -> Path:
     Raises:
       RunFailed: There is none.
     """
-    found = sorted(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    files = [path for path in folder.glob("plugins/profile/*/*.xplane.pb") if not path.is_symlink()]
+    found = sorted(files, key=lambda path: path.stat().st_mtime)
     if not found:
         raise RunFailed(f"{folder} holds no trace: the profiler wrote nothing")
     return found[-1]

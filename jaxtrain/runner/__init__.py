@@ -27,6 +27,7 @@ from jaxtrain.runner.preflight import fp8_products as fp8_products
 from jaxtrain.runner.preflight import read_recipe as read_recipe
 from jaxtrain.runner.preflight import stored_recipe as stored_recipe
 from jaxtrain.runner.resume import check_resumed as check_resumed
+from jaxtrain.runner.resume import saved_settings as saved_settings
 from jaxtrain.runner.training import Training as Training
 from jaxtrain.runner.training import build_training as build_training
 from jaxtrain.runner.training import held_out_evaluation as held_out_evaluation

@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +28,7 @@ import jax
 
 from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.folder_files import is_folder, make_folder, read_json, remove_folder, write_file
 from jaxtrain.paths import merge
 from jaxtrain.run import Recipe, Task
 from jaxtrain.runner.manifest import DamagedCheckpoint, sync, verify, write_manifest
@@ -39,6 +39,7 @@ from jaxtrain.step import TrainState
 
 _PARTIAL = ".partial"
 _STATE, _RUN = "state", "run.json"
+_STEP = re.compile("[0-9]{1,15}")
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,21 @@ class Checkpoints:
       path: The folder of checkpoints; the first save creates it.
       retention: Which checkpoints are retained; the last three and the best one by default.
       unsaved: Parameters that are left out; none by default.
+      constant: What `restore` returns with the data of every save, as JSON.
     """
 
-    def __init__(self, path: Path, retention: Retention | None = None, unsaved: Unsaved | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        retention: Retention | None = None,
+        unsaved: Unsaved | None = None,
+        constant: Mapping[str, Any] | None = None,
+    ) -> None:
         self._path = path.absolute()
         self._run = path.parent
         self._retention = retention or Retention()
         self._unsaved = unsaved or Unsaved()
+        self._constant = constant or {}
         self._digests = self._unsaved.saved_digests()  # before the run goes on, and the files may change
         self._files = StateFiles()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -139,18 +148,18 @@ class Checkpoints:
           RunFailed: This save cannot begin, or the one before it could not be committed.
         """
         self.wait()
-        step = int(state.step)
+        step, data = int(state.step), {**data, **self._constant}
         if processes.once(lambda: self._is_saved(step)):
             return
         state = self._unsaved.saved_state(state)
         if _in_host_memory(state):
-            self._commit = step, self._thread.submit(self._write, step, _copied(state), dict(data), eval_loss)
+            self._commit = step, self._thread.submit(self._write, step, _copied(state), data, eval_loss)
             return
         try:
             self._begin(step, state)
         except Exception as error:
             raise self._failed(step, error) from error
-        self._commit = step, self._thread.submit(self._finish, step, dict(data), eval_loss)
+        self._commit = step, self._thread.submit(self._finish, step, data, eval_loss)
 
     @property
     def idle(self) -> bool:
@@ -179,8 +188,13 @@ class Checkpoints:
 
     def _is_saved(self, step: int) -> bool:
         """Whether a step is saved. Removes what interrupted saves left."""
+        try:
+            self._run.mkdir(parents=True, exist_ok=True)
+            make_folder(self._path)
+        except OSError as error:
+            raise self._failed(step, error) from error
         for remains in self._path.glob(f"*{_PARTIAL}"):
-            shutil.rmtree(remains, ignore_errors=True)
+            remove_folder(remains)
         return step in saved_steps(self._path)
 
     def restore(
@@ -204,7 +218,7 @@ class Checkpoints:
         folder = Path(processes.once(lambda: str(self._verified(on_damaged, before))))
         self._check_digests(folder)
         state = self._unsaved.complete_state(self._files.read(folder / _STATE, self._unsaved.saved_state(like)), like)
-        return state, json.loads((folder / _RUN).read_text())["data"]
+        return state, _saved(folder)["data"]
 
     def restore_params(self, like: Any, *, average: Any = None) -> Any:
         """Restore only the parameters of the newest checkpoint.
@@ -228,7 +242,7 @@ class Checkpoints:
         return self._unsaved.complete(params, like)
 
     def _check_digests(self, folder: Path) -> None:
-        self._unsaved.check_digests(json.loads((folder / _RUN).read_bytes()).get("digests"))
+        self._unsaved.check_digests(_saved(folder).get("digests"))
 
     def _partial(self, step: int) -> Path:
         return self._path / f"{step}{_PARTIAL}"
@@ -246,9 +260,11 @@ class Checkpoints:
         if not processes.is_first():
             return
         partial = self._partial(step)
+        self._files.check(partial / _STATE)
         finite = eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None
-        (partial / _RUN).write_text(
-            json.dumps({"data": data, "eval_loss": finite, **({"digests": self._digests} if self._digests else {})})
+        write_file(
+            partial / _RUN,
+            json.dumps({"data": data, "eval_loss": finite, **({"digests": self._digests} if self._digests else {})}),
         )
         write_manifest(partial)
         partial.rename(self._path / str(step))
@@ -262,18 +278,25 @@ class Checkpoints:
         self._losses = {step: self._losses[step] for step in saved_steps(self._path)}
         for step in self._losses.keys() - self._retention.retained(self._losses):
             # Renamed first, so that a kill leaves no half of a checkpoint under a step's name.
-            shutil.rmtree((self._path / str(step)).rename(self._partial(step)), ignore_errors=True)
+            remove_folder((self._path / str(step)).rename(self._partial(step)))
 
     def _failed(self, step: int, error: Exception) -> RunFailed:
         self._has_failed = True
         # On a full disk the other files need the space.
-        shutil.rmtree(self._partial(step), ignore_errors=True)
+        remove_folder(self._partial(step))
         newest = max(saved_steps(self._path), default=None)
         left = "there is no checkpoint before it" if newest is None else f"the checkpoint of step {newest} is intact"
         return RunFailed(
             f"step {step} could not be saved in {self._run} ({_reason(error)}): {left}; fix that, then continue with "
             "--resume auto"
         )
+
+    def _open(self, folder: Path) -> None:
+        """Open the state of a checkpoint. Raises `DamagedCheckpoint`."""
+        try:
+            self._files.check(folder / _STATE)
+        except Exception as error:  # TensorStore raises many types
+            raise DamagedCheckpoint(f"{_STATE} cannot be opened: {_reason(error)}") from error
 
     def _verified(self, on_damaged: Callable[[str], None] | None, before: int | None = None) -> Path:
         """Return the newest folder that matches its manifest."""
@@ -282,6 +305,7 @@ class Checkpoints:
             folder = self._path / str(step)
             try:
                 verify(folder)
+                self._open(folder)
             except DamagedCheckpoint as error:
                 if not folder.exists():  # evicted by a running process meanwhile
                     return self._verified(on_damaged, before)
@@ -290,9 +314,15 @@ class Checkpoints:
                         f"the checkpoint of step {step} in {self._run} is damaged ({error}): "
                         f"jaxtrain train --resume --out {self._run} continues from the one before it"
                     ) from error
-                damaged.mkdir(exist_ok=True)
-                n = sum(re.fullmatch(rf"{step}(-\d+)?", p.name) is not None for p in damaged.iterdir())
-                moved = folder.rename(damaged / (f"{step}-{n}" if n else f"{step}"))
+                try:
+                    make_folder(damaged)
+                    n = sum(re.fullmatch(rf"{step}(-\d+)?", p.name) is not None for p in damaged.iterdir())
+                    moved = folder.rename(damaged / (f"{step}-{n}" if n else f"{step}"))
+                except OSError as failed:
+                    raise UserError(
+                        f"{damaged} cannot be written ({_reason(failed)}), where the damaged checkpoint of step {step} "
+                        "belongs: make it a writable folder"
+                    ) from failed
                 on_damaged(f"the checkpoint of step {step} is damaged ({error}): moved to {moved}")
             else:
                 return folder
@@ -309,8 +339,15 @@ def _not_from_orbax(record: logging.LogRecord) -> bool:
 
 
 def saved_steps(path: Path) -> list[int]:
-    """Return the steps that have a checkpoint in the folder `path`, intact or damaged, in no order."""
-    return [int(p.name) for p in path.iterdir() if p.name.isdecimal()] if path.is_dir() else []
+    """Return the steps that have a checkpoint in the folder `path`, intact or damaged, in no order.
+
+    Raises:
+      UserError: The folder cannot be read, or is a link.
+    """
+    try:
+        return [int(p.name) for p in path.iterdir() if _STEP.fullmatch(p.name)] if is_folder(path) else []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): replace it by the folder of checkpoints") from error
 
 
 def restore_params(path: Path, like: Any, *, average: Any = None, task: Task | None = None) -> Any:
@@ -357,10 +394,21 @@ def _copied(state: TrainState) -> TrainState:
     return jax.tree.map(jax.numpy.copy, state)
 
 
+def _saved(folder: Path) -> dict[str, Any]:
+    """Read the run.json of a checkpoint. Raises `UserError`."""
+    try:
+        saved = read_json(folder / _RUN)
+        if not (isinstance(saved, dict) and isinstance(saved.get("data"), dict)):
+            raise ValueError("it has no position in the data")
+        return saved
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / _RUN} cannot be read ({_reason(error)}): remove {folder}") from error
+
+
 def _eval_loss(folder: Path) -> float | None:
     """Read the eval_loss; None if it was not evaluated or the folder is damaged."""
     try:
-        loss = json.loads((folder / _RUN).read_bytes())["eval_loss"]
+        loss = read_json(folder / _RUN)["eval_loss"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return loss if isinstance(loss, float) else None

@@ -44,6 +44,8 @@ def write_end(name: str, recipe: Recipe, run: RunFolder, outcome: Outcome) -> Se
     """
     task = outcome.task
     try:
+        if not run.config.exists():  # deleted meanwhile: without it the run could not be resumed
+            run.write_config(name, recipe)
         write_result(run, step=outcome.step, references=task.references, sample=outcome.sample)
         record = read_record(run)
         log_final(run.tensorboard, record)
@@ -53,8 +55,9 @@ def write_end(name: str, recipe: Recipe, run: RunFolder, outcome: Outcome) -> Se
             log_error_analysis(run.tensorboard, analysis, _WORST)
         write_report(run.report, [record])
     except OSError as error:
+        where = error.filename or run.report
         raise RunFailed(
-            f"{run.report} cannot be written ({error.strerror}): the run is saved at step {outcome.step}"
+            f"{where} cannot be written ({error.strerror}): the run is saved at step {outcome.step}"
         ) from error
     return record.metrics
 

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxtrain.data import check_zip
 from jaxtrain.data.loader import Batch
 from jaxtrain.errors import UserError
+from jaxtrain.folder_files import make_folder, new_file, open_file
 from jaxtrain.observe import Rollback
 from jaxtrain.paths import path_name
 from jaxtrain.run import Recipe
@@ -163,15 +165,13 @@ def write_batch(folder: Path, step: DispatchedStep, rollback: Rollback | None) -
     Raises:
       OSError: The operating system refuses the write.
     """
-    folder.mkdir(exist_ok=True)
+    make_folder(folder)
     path = folder / f"step-{step.step}.npz"
     event = rollback.to_json() if rollback else {}
     parts: dict[str, Mapping[str, Any]] = {"batch": step.batch.arrays, "metrics": step.metrics, "event": event}
     arrays = {f"{part}/{name}": np.asarray(x) for part, named in parts.items() for name, x in named.items()}
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
+    with new_file(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
-    partial.replace(path)
     return path
 
 
@@ -186,11 +186,12 @@ def read_batch(folder: Path, step: int) -> SavedStep | None:
       UserError: The file cannot be read.
     """
     path = folder / f"step-{step}.npz"
-    if not path.exists():
+    if not path.is_symlink() and not path.exists():
         return None
     parts: dict[str, dict[str, Any]] = {"batch": {}, "metrics": {}, "event": {}}
     try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+        check_zip(path)
+        with open_file(path, folder.parent) as opened, np.load(opened, allow_pickle=False) as file:
             for key in file.files:
                 part, _, name = key.partition("/")
                 parts[part][name] = file[key]

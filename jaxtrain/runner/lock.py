@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from jaxtrain.errors import UserError
+from jaxtrain.folder_files import lock_file
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner.checkpoint import saved_steps
 
@@ -42,6 +43,7 @@ class RunLock:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: int | None = None
+        self._folder: int | None = None
 
     def __enter__(self) -> "RunLock":
         return self
@@ -49,8 +51,9 @@ class RunLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            os.close(self._file)
+        for number in (self._file, self._folder):
+            if number is not None:
+                os.close(number)
 
     @property
     def held(self) -> bool:
@@ -60,11 +63,12 @@ class RunLock:
     def take(self) -> None:
         """Lock the folder. Raises `UserError` if another process holds the lock."""
         try:
-            file = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            file = lock_file(self._path / "lock")
         except OSError as error:
             raise UserError(f"{self._path} cannot be written ({error.strerror}): choose another --out") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock_folder()
             os.ftruncate(file, 0)
             os.write(file, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
         except OSError as error:
@@ -76,3 +80,14 @@ class RunLock:
                 ) from error
             raise UserError(f"{self._path} cannot be locked ({error.strerror}): choose another --out") from error
         self._file = file
+
+    def _lock_folder(self) -> None:
+        """Lock the folder too, whose lock stays when the file `lock` is deleted; not every file system can do that."""
+        self._folder = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._folder)
+            self._folder = None
+            if error.errno == errno.EWOULDBLOCK:
+                raise

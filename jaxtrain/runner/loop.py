@@ -11,7 +11,7 @@ from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.observe import Console, LogLine, MetricsLog, NoMetricsLog, first_rows, format_row, histograms, metrics_log
 from jaxtrain.profile import LoopTrace, current_source_lines
 from jaxtrain.run import Recipe, Task
-from jaxtrain.run_folder import RunFolder
+from jaxtrain.run_folder import RunFolder, environment_changes, recorded_config
 from jaxtrain.runner import preflight
 from jaxtrain.runner.batches import DispatchedStep
 from jaxtrain.runner.checkpoint import Checkpoints, Retention, saved_steps
@@ -22,6 +22,7 @@ from jaxtrain.runner.out_of_memory import explain_out_of_memory
 from jaxtrain.runner.position import Position
 from jaxtrain.runner.precision_watch import PrecisionWatch
 from jaxtrain.runner.process_watch import Phase, ProcessWatch
+from jaxtrain.runner.resume import check_saved, saved_settings
 from jaxtrain.runner.signals import StopSignals
 from jaxtrain.runner.training import Evaluation, Training, build_training
 from jaxtrain.runner.unsaved import Unsaved
@@ -113,11 +114,14 @@ def run_training(
             processes.once(lambda: _create_folder(run, lock))
             processes.once(lambda: run.write_config(name, recipe))
         unsaved = Unsaved.of(training.task)
-        with Checkpoints(run.checkpoints, retention, unsaved) as checkpoints, position.running():
+        recorded = saved_settings(recipe)
+        with Checkpoints(run.checkpoints, retention, unsaved, recorded) as checkpoints, position.running():
             watch = ProcessWatch(console.message)
             session = Session(training, position, checkpoints, run, console, trace, events or Events(), watch)
             if resuming:
                 state = _restore(session, state)
+                for change in processes.once(lambda: environment_changes(recorded_config(run.config))):
+                    console.message(f"the run was started with {change}: results may not be bit-identical")
                 processes.once(lambda: run.write_config(name, recipe))
                 console.message(f"resuming {run.path} at step {int(state.step)}")
             if int(state.step) >= recipe.steps:
@@ -168,6 +172,8 @@ def _create_folder(run: RunFolder, lock: RunLock) -> None:
 
 def _restore(session: Session, like: TrainState) -> TrainState:
     state, saved = session.checkpoints.restore(like, on_damaged=session.console.message)
+    for change in check_saved(saved, session.training.recipe, session.run):
+        session.console.message(change)
     session.position.restore(saved, state)
     return state
 
@@ -198,6 +204,11 @@ def _train_through(session: Session, state: TrainState, first: Evaluation | None
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     while True:
         with metrics_log(run.metrics, run.tensorboard, from_step=int(state.step) + (first is None)) as log:
+            if log.damaged:
+                console.message(
+                    f"{run.metrics}: {len(log.damaged)} damaged lines, the first one line {log.damaged[0]}, were moved "
+                    "to metrics.superseded.jsonl"
+                )
             if first is not None:
                 events.evaluation(0, first.metrics, state, first.media)
                 log.write(LogLine(step=0, evaluation=first.metrics), events.take_media())

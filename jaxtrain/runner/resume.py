@@ -1,10 +1,18 @@
 """Which settings a resumed run may change."""
 
 import dataclasses
+import hashlib
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.errors import UserError
+from jaxtrain.fields import brief
 from jaxtrain.run import Recipe
+from jaxtrain.run_folder import RunFolder, plain_settings
+
+_FILES = 1000  # of a folder of data, whose times are compared
 
 CHANGEABLE = frozenset(
     {
@@ -44,3 +52,47 @@ def check_resumed(saved: Recipe, recipe: Recipe) -> None:
                 f"--{field.name.replace('_', '-')} {after} differs from the run's {before}: "
                 f"a resumed run may change only {', '.join(sorted(CHANGEABLE))}"
             )
+
+
+def saved_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return what a checkpoint holds of the settings that a resumed run may not change, and of its files of data."""
+    settings = {name: value for name, value in plain_settings(recipe).items() if name not in CHANGEABLE}
+    paths = [value for value in vars(recipe).values() if isinstance(value, Path)]
+    return {"recorded": {"settings": settings, "files": {str(path.absolute()): _stamp(path) for path in paths}}}
+
+
+def check_saved(saved: Mapping[str, Any], recipe: Recipe, run: RunFolder) -> list[str]:
+    """Compare the settings that a checkpoint was trained with to those of config.json, which may have been edited.
+
+    Args:
+      saved: What the checkpoint holds besides the state, with `saved_settings`.
+      recipe: The settings of the resumed run.
+      run: The folder of the run.
+
+    Returns:
+      Lines that name the files of data which were modified.
+
+    Raises:
+      UserError: A setting differs.
+    """
+    now, recorded = saved_settings(recipe)["recorded"], saved.get("recorded", {})
+    before, files = recorded.get("settings", {}), recorded.get("files", {})
+    for name, value in now["settings"].items():
+        is_path = isinstance(getattr(recipe, name), Path)  # data may move; its files are compared below
+        if name in before and before[name] != value and not is_path:
+            raise UserError(
+                f"{run.config} sets {name} to {brief(value)}, but the run was trained with {brief(before[name])}: "
+                "set it back, or start a new run with another --out"
+            )
+    return [
+        f"{path} was modified after the run was saved: results may differ from those of an uninterrupted run"
+        for path, stamp in now["files"].items()
+        if files.get(path, stamp) != stamp
+    ]
+
+
+def _stamp(path: Path) -> str:
+    """Return a digest of names, sizes and times of a file, or of the files of a folder: of a large one, the first."""
+    files = [path] if path.is_file() else itertools.islice((p for p in path.rglob("*") if p.is_file()), _FILES)
+    stamps = sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    return hashlib.sha256(repr(stamps).encode("utf-8", "surrogateescape")).hexdigest()

@@ -1,6 +1,8 @@
-"""Stop on Ctrl-C and SIGTERM, after the current step is finished and saved."""
+"""Stop on Ctrl-C, SIGTERM, SIGHUP and SIGUSR1, after the current step is finished and saved."""
 
+import contextlib
 import os
+import select
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -10,9 +12,14 @@ from jax.experimental.multihost_utils import reached_preemption_sync_point
 
 from jaxtrain.distributed import processes
 
+_OTHERS = (signal.SIGHUP, signal.SIGUSR1)
+
 
 class StopSignals:
     """While entered, the first SIGINT or SIGTERM requests a stop; a second one ends the process immediately.
+
+    So do SIGHUP, of a terminal that closes, and SIGUSR1, which Slurm sends before a time limit, unless they are ignored
+    or have a handler already.
 
     With several processes a signal to any of them stops all after the same step. JAX's runtime coordinates that and
     handles SIGTERM itself: a second one has no effect.
@@ -24,6 +31,7 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             self._handled = []  # Python handles signals in the main thread only
         self._previous: dict[signal.Signals, Any] = {}
+        self._handled += [number for number in _OTHERS if self._handled and signal.getsignal(number) == signal.SIG_DFL]
 
     def __enter__(self) -> "StopSignals":
         for number in self._handled:
@@ -51,6 +59,7 @@ class StopSignals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.received = signal.Signals(number)
+        _leave_closed_terminal()
         # The default action of the system ends the process even while it waits for the device; Python's own, an
         # exception, would wait on the way out.
         for other in self._previous:
@@ -61,3 +70,14 @@ class StopSignals:
             # Show the cursor that the progress bar has hidden. Written past Python's buffer, which the signal may have
             # interrupted.
             os.write(1, b"\x1b[?25h")
+
+
+def _leave_closed_terminal() -> None:
+    """Discard the output of streams whose other end is closed: writing would end the run before it is saved."""
+    poll = select.poll()
+    for stream in (1, 2):
+        poll.register(stream, 0)
+    with contextlib.suppress(OSError):
+        for stream, event in poll.poll(0):
+            if event & (select.POLLHUP | select.POLLERR):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)

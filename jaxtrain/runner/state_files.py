@@ -6,14 +6,18 @@ saved, and needs up to 2.4 times the memory of the parts that it restores.
 """
 
 import contextlib
+import glob
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import tensorstore
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, is_out_of_memory
+from jaxtrain.folder_files import read_json
 
 _CHUNK_BYTES = 2**26
 """Largest chunk of an array: what a part of another mesh reads beyond its own bytes is less than this at each end."""
@@ -27,11 +31,12 @@ class StateFiles:
     def __init__(self) -> None:
         # Compressing nearly random numbers would take the cores from the steps, for a fifth of the size.
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+        self._links = contextlib.ExitStack()
 
     def save(self, folder: Path, tree: Any) -> None:
         """Begin to write a tree; return when its arrays may be donated."""
         args = jax.tree.map(lambda x: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
-        self._orbax.save(folder, args=ocp.args.PyTreeSave(tree, args))
+        self._orbax.save(self._plain_path(folder), args=ocp.args.PyTreeSave(tree, args))
 
     def wait(self) -> None:
         """Wait until all processes have written the last tree."""
@@ -39,7 +44,38 @@ class StateFiles:
 
     def close(self) -> None:
         """Wait, and end orbax's threads."""
-        self._orbax.close()
+        with self._links:
+            self._orbax.close()
+
+    def check(self, folder: Path) -> None:
+        """Check that a folder that was written can be opened, before it counts as saved.
+
+        Raises:
+          ValueError: It has no metadata, or no array in it can be read.
+        """
+        read_json(folder / "_METADATA")
+        store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self._plain_path(folder)}/"}}
+        keys = tensorstore.KvStore.open(store).result().list().result()
+        names = sorted(key.decode().removesuffix(".zarray") for key in keys if key.endswith(b"/.zarray"))
+        if not names:
+            raise ValueError("it has no arrays")
+        name = "step/" if "step/" in names else names[0]
+        array = tensorstore.open({"driver": "zarr", "kvstore": {**store, "path": name}}).result()
+        array[tuple(slice(0, 1) for _ in array.shape)].read().result()  # a chunk of it
+
+    def _plain_path(self, folder: Path) -> Path:
+        """Return a path of a folder without characters of shell patterns and without bytes that are not UTF-8.
+
+        orbax finds its own files by patterns, and TensorStore's paths are UTF-8. A link in a temporary folder leads to
+        the parent of such a folder, which is created.
+        """
+        if glob.escape(str(folder)) == str(folder) and str(folder).isprintable():
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        place = self._links.enter_context(tempfile.TemporaryDirectory(prefix="jaxtrain-"))
+        link = Path(place, "checkpoint")
+        link.symlink_to(folder.parent.absolute())
+        return link / folder.name
 
     def read(self, folder: Path, like: Any, *, partial_restore: bool = False) -> Any:
         """Read a tree with the shapes, dtypes and shardings of `like`.
@@ -50,10 +86,22 @@ class StateFiles:
           partial_restore: Whether the folder holds other arrays besides.
 
         Raises:
-          UserError: Another tree was saved, which orbax would convert silently.
+          UserError: Another tree was saved, which orbax would convert silently, or the folder cannot be read.
         """
+        try:
+            return self._read(folder, like, partial_restore)
+        except Exception as error:  # orbax and TensorStore raise many types
+            if isinstance(error, UserError) or is_out_of_memory(error):
+                raise
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(
+                f"{folder.parent} cannot be read ({why}): remove it, and the checkpoint before it is used"
+            ) from error
+
+    def _read(self, folder: Path, like: Any, partial_restore: bool) -> Any:
+        parent, folder = folder.parent, self._plain_path(folder)
         saved = self._orbax.metadata(folder).item_metadata.tree
-        _check_kinds(folder.parent, saved, like, partial_restore)
+        _check_kinds(parent, saved, like, partial_restore)
         item = _abstract(like)
         shardings = ocp.checkpoint_utils.construct_restore_args(item)
         # All arrays have been compared. A field that holds none may have been added since the tree was saved.

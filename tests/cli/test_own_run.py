@@ -303,7 +303,8 @@ def test_a_command_that_needs_a_field_of_the_task_says_so_in_one_line(here, comm
     assert run("train moved.py::Curve --resume --out run --quiet") == 0
     capsys.readouterr()
     assert run(command) == 2
-    (message,) = capsys.readouterr().err.splitlines()
+    announced, message = capsys.readouterr().err.splitlines()
+    assert announced == f"jaxtrain: running {Path('moved.py').resolve()}"
     assert message.endswith(remedy)
 
 

@@ -2,7 +2,9 @@
 
 import http.client
 import json
+import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,8 @@ from jaxtrain.observe import serve
 from tests.observe.runs import line, write_run
 
 
-def run(command: str) -> int:
-    return main(command.split())
+def run(command: str | list[str]) -> int:
+    return main(command.split() if isinstance(command, str) else command)
 
 
 def test_one_run_is_reported_in_its_folder_and_several_in_the_working_folder(capsys):
@@ -95,8 +97,32 @@ def test_a_served_page_is_updated_with_its_run(served):
         file.write(json.dumps(line(40)) + "\n")
     status, page, other = ask(**{"If-None-Match": tag})
     assert (status, "step 40 of 40" in page, other != tag) == (200, True, True)
-    folder.config.write_text("{")
-    assert ask()[0] == 503
+    for text in (
+        "{",
+        "[" * 100_000,
+        '{"recipe": [1], "settings": {}}',
+        '{"recipe": "x", "settings": {}, "devices": 5}',
+    ):
+        folder.config.write_text(text)
+        assert ask()[0] == 503
+
+
+def test_idle_and_broken_clients_do_not_stop_the_server(served, monkeypatch, capfd):
+    _, port, ask = served
+    monkeypatch.setattr(serve._Handler, "timeout", 0.5)
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(2 * serve._CONNECTIONS)]
+    assert threading.active_count() < serve._CONNECTIONS + 20
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            status = ask()[0]
+            break
+        except (ConnectionError, http.client.HTTPException):
+            time.sleep(0.1)
+    assert status == 200
+    for connection in idle:
+        connection.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_requests_for_other_hosts_and_paths_are_rejected(served):
@@ -165,3 +191,14 @@ def test_invalid_outputs_are_rejected(monkeypatch, capsys):
         assert run(f"train digits-mlp --out a {flags}") == 2
         assert capsys.readouterr().err == f"jaxtrain: {error_line}\n"
     assert not Path("a").exists()
+
+
+def test_control_characters_and_unknown_encodings_do_not_reach_the_terminal(capsys):
+    name = "a\x1b]0;title\x07\udce9"
+    folder = write_run(Path(name))
+    config = json.loads(folder.config.read_text())
+    folder.config.write_text(json.dumps(config | {"recipe": "x\x1b[31m\n"}))
+    assert run(["report", name]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0].startswith("a\\x1b]0;title\\x07\\udce9 · x\\x1b[31m\\n · step 40")
+    assert printed.replace("\n", "").isprintable()

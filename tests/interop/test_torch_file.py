@@ -1,8 +1,10 @@
 """PyTorch's files: formats that are read, and one-line messages for files that are refused."""
 
 import pickle
+import resource
 import sys
 import tracemalloc
+import zipfile
 from collections import OrderedDict
 
 import jax
@@ -44,6 +46,46 @@ def params(path):
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "checkpoint.pt"
+
+
+CALLS = {
+    "GLOBAL": b"c__builtin__\nbytearray\n(\x8a\x05%stR",
+    "builtins": b"cbuiltins\nbytearray\n(\x8a\x05%stR",
+    "one argument": b"c__builtin__\nbytearray\n\x8a\x05%s\x85R",
+    "STACK_GLOBAL": b"\x8c\x08builtins\x8c\tbytearray\x93\x8a\x05%s\x85R",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_file_that_allocates_memory_by_a_number_is_refused(call, path):
+    number = (3 * 10**9).to_bytes(5, "little")
+    content = b"\x80\x04}X\x05\x00\x00\x00model" + CALLS[call] % number + b"s."
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, member in {"data.pkl": content, "version": "3\n", "byteorder": "little"}.items():
+            archive.writestr(f"archive/{name}", member)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(jt.UserError, match="contains more than tensors"):
+        read_torch(path)
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10 < 300
+
+
+def test_a_tensor_larger_than_its_file_is_refused(path):
+    torch.save({"a": torch.ones(1).expand(3 * 10**9)}, path)
+    with pytest.raises(jt.UserError, match=r"bytes, but a tensor of shape \[3000000000\]: save contiguous"):
+        read_torch(path)
+    torch.save({"a": torch.ones(1).expand(1000)}, path)
+    assert read_torch(path).model["a"].shape == (1000,)
+
+
+def test_a_full_disk_is_named(path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        with pytest.raises(jt.UserError, match=r"cannot be written \(File too large\): choose another --out"):
+            write_torch(path, TorchCheckpoint({"a": np.ones((1000, 100), np.float32)}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(path.parent.iterdir())
 
 
 @pytest.mark.parametrize("key", [None, "model", "state_dict", "model_state_dict"])

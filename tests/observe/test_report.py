@@ -101,7 +101,7 @@ def test_a_run_with_few_metrics_has_a_page(lines, tmp_path):
 def test_a_damaged_folder_raises_an_error_of_one_line(config, tmp_path):
     run = write_run(tmp_path / "run")
     run.config.write_text(config)
-    with pytest.raises(UserError, match=r"run cannot be read \(.*\): restore it"):
+    with pytest.raises(UserError, match=r"config.json cannot be read \(.*\): restore it"):
         read_record(run)
 
 

@@ -3,11 +3,20 @@
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
+from jaxtrain.errors import UserError
+from parity.bundle import FORMAT, INDEX, open_bundle
 from parity.cli import main
+from parity.settings import Settings
+from tests.fuzz.mutations import mutated_tree
 
 CASE_FILE = """
 import jax, jax.numpy as jnp, numpy as np
@@ -94,3 +103,47 @@ def test_settings_that_were_not_recorded_are_refused_in_one_line(
 def test_a_bundle_is_not_overwritten(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["record", f"{recorded / 'own.py'}::case", "--out", str(recorded / "kept")]) == 2
     assert "already contains a bundle" in capsys.readouterr().err
+
+
+GOOD = {
+    "format": FORMAT,
+    "case": "mlp",
+    "precisions": ["fp64"],
+    "accumulate": 1,
+    "remat": "none",
+    "steps": 2,
+    "seed": 0,
+}
+TEXTS = ["", "{", "[]", "5", "null", "[" * 100_000, '{"format": 2}', "\x00"]
+
+
+def read_all(folder: Path) -> None:
+    bundle = open_bundle(folder)
+    bundle.reference("fp64", bundle.settings)
+
+
+@settings(max_examples=80, deadline=None, database=None)
+@given(content=st.sampled_from(TEXTS) | mutated_tree(GOOD).map(json.dumps), weights=st.none() | st.binary(max_size=40))
+def test_a_malformed_bundle_is_refused_in_one_line(content: str, weights: bytes | None) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        Path(place, INDEX).write_text(content)
+        if weights is not None:
+            Path(place, "fp64-0-weights.safetensors").write_bytes(weights)
+        with pytest.raises(UserError) as refused:
+            read_all(Path(place))  # its tensors are missing or damaged
+        assert "\n" not in str(refused.value)
+        assert place in str(refused.value)
+
+
+def test_links_out_of_a_bundle_are_not_followed(tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    folder.mkdir()
+    save_file({"losses": np.zeros(2)}, tmp_path / "outside.safetensors")
+    (folder / INDEX).write_text(json.dumps(GOOD))
+    (folder / "fp64-0-weights.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    with pytest.raises(UserError, match="symbolic link"):
+        open_bundle(folder).reference("fp64", Settings(steps=2))
+    (folder / INDEX).unlink()
+    (folder / INDEX).symlink_to(tmp_path / "outside.safetensors")
+    with pytest.raises(UserError, match="symbolic link"):
+        open_bundle(folder)

@@ -2,10 +2,12 @@
 
 import json
 import logging
+import os
 import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.errors import RunFailed, UserError
@@ -210,6 +214,76 @@ def test_the_partial_folder_of_a_killed_save_is_ignored_and_removed(two, tmp_pat
     assert restore(tmp_path / "run")[1] == {"next_batch": 2}
     save(tmp_path / "run", 4)
     assert sorted(p.name for p in folder.iterdir()) == ["1", "2", "4"]
+
+
+def without(files, name):
+    return {other: file for other, file in files.items() if other != name}
+
+
+@settings(max_examples=25, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_manifest_that_does_not_describe_its_folder_is_damage(two, data):
+    with tempfile.TemporaryDirectory() as place:
+        run = shutil.copytree(two, Path(place, "run"))
+        manifest = run / "checkpoints" / "2" / "manifest.json"
+        files = json.loads(manifest.read_text())["files"]
+        name = data.draw(st.sampled_from(sorted(files)))
+        changed = data.draw(
+            st.sampled_from(
+                [
+                    {},
+                    without(files, name),
+                    {**files, "x": files[name]},
+                    {**files, "../1/run.json": files[name]},
+                    {**files, name: None},
+                    {**files, name: {"bytes": "1", "sha256": 5}},
+                    {**files, name: {**files[name], "bytes": 10**400}},
+                    [],
+                    None,
+                ]
+            )
+        )
+        manifest.write_text(json.dumps({"files": changed}))
+        found = []
+        assert restore(run, on_damaged=found.append)[1] == {"next_batch": 1}
+        assert "the checkpoint of step 2 is damaged" in found[0]
+
+
+def test_a_link_in_a_checkpoint_is_damage(two, tmp_path):
+    for name in ("run.json", "manifest.json", "state", "state/_METADATA", "state/d", ""):
+        run = shutil.copytree(two, tmp_path / "run")
+        shutil.move(run / "checkpoints" / "2" / name, tmp_path / "outside")
+        Path(run, "checkpoints", "2", name).symlink_to(tmp_path / "outside")
+        before = sorted(tmp_path.glob("outside/**/*"))
+        found = []
+        assert restore(run, on_damaged=found.append)[1] == {"next_batch": 1}
+        assert "it is a symbolic link" in found[0]
+        assert sorted(tmp_path.glob("outside/**/*")) == before
+        shutil.rmtree(run)
+        (shutil.rmtree if (tmp_path / "outside").is_dir() else os.unlink)(tmp_path / "outside")
+
+
+def test_a_checkpoint_is_opened_before_it_counts_as_saved(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    begin = Checkpoints._finish
+
+    def without_index(self, step, *rest):
+        self._files.wait()
+        (self._partial(step) / "state" / "manifest.ocdbt").unlink()
+        begin(self, step, *rest)
+
+    monkeypatch.setattr(Checkpoints, "_finish", without_index)
+    with pytest.raises(RunFailed, match=r"step 2 could not be saved in .*: the checkpoint of step 1 is intact"):
+        save(tmp_path, 2)
+    assert saved_steps(tmp_path / "checkpoints") == [1]
+
+
+@pytest.mark.parametrize("name", ["lr[0.1]", "a*b", "what?", "[", "é\n", "a\udce9b"])
+def test_a_folder_may_have_any_name(name, tmp_path):
+    save(tmp_path / name, 1, 2)
+    assert restore(tmp_path / name)[1] == {"next_batch": 2}
+    (tmp_path / name).rename(tmp_path / "plain")
+    assert restore(tmp_path / "plain")[1] == {"next_batch": 2}
 
 
 LOSSES = {0: 2.3, 2: None, 4: 0.7, 6: float("nan"), 8: 0.9, 10: 0.8, 12: None, 14: 0.85}

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from jaxtrain.data.finetuning.examples import Message
+from jaxtrain.data.finetuning.template_limits import budget, conversation_budget, limited_environment
 from jaxtrain.errors import UserError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -26,11 +27,18 @@ class Span(NamedTuple):
     stop: int
 
 
-class _Recording(NamedTuple):
+class _Recording:
     """What a template has rendered so far, and its generation blocks."""
 
-    chunks: list[str]
-    spans: list[Span]
+    def __init__(self) -> None:
+        self.chunks: list[str] = []
+        self.length = 0
+        self.spans: list[Span] = []
+
+    def add(self, chunk: str) -> None:
+        """Add the next part of the text."""
+        self.chunks.append(chunk)
+        self.length += len(chunk)
 
 
 class ChatTemplate:
@@ -90,8 +98,8 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> tuple[str, list[Span]]:
         """Return the text of a conversation as by `render`, and the spans of its generation blocks."""
-        recording = _Recording([], [])
-        token = _recording.set(recording)
+        recording = _Recording()
+        tokens = _recording.set(recording), budget.set(conversation_budget(messages, tools))
         try:
             chunks = self._compiled.generate(
                 **self.variables,
@@ -101,14 +109,15 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
             )
             for chunk in chunks:
-                recording.chunks.append(chunk)
+                recording.add(chunk)
         except Exception as error:  # a template can fail as any program can
             why = str(error).partition("\n")[0] or type(error).__name__
             raise UserError(
                 f"{self.name} does not render the conversation ({why}): change the messages, or the template"
             ) from None
         finally:
-            _recording.reset(token)
+            _recording.reset(tokens[0])
+            budget.reset(tokens[1])
         return "".join(recording.chunks), recording.spans
 
 
@@ -127,13 +136,14 @@ def _compile(source: str, name: str, now: datetime) -> Any:
     try:
         import jinja2
         from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise UserError("chat templates need jinja2: pip install 'jaxtrain[run]'") from None
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_extension(), loopcontrols]
+    environment = limited_environment(
+        {"tojson": _to_json},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_generation_extension(), loopcontrols],
     )
-    environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": now.strftime,
@@ -142,7 +152,7 @@ def _compile(source: str, name: str, now: datetime) -> Any:
     }
     try:
         return environment.from_string(source)
-    except (jinja2.TemplateError, RecursionError) as error:
+    except Exception as error:  # Python's compiler has limits of its own
         line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise UserError(f"{name}{line} is not a valid chat template ({error}): fix it") from None
 
@@ -165,7 +175,7 @@ def _generation_extension() -> type:
             text = caller()
             recording = _recording.get()
             if recording is not None:
-                start = sum(map(len, recording.chunks))
+                start = recording.length
                 recording.spans.append(Span(start, start + len(text)))
             return text
 
@@ -189,6 +199,9 @@ def _namespace_type() -> type:
             for name in attributes:
                 check(name)
             Namespace.__init__(self, attributes)
+
+        def __repr__(self) -> str:
+            return "<Namespace>"
 
         def __setitem__(self, name: str, value: Any) -> None:
             check(name)

@@ -1,0 +1,84 @@
+"""What changed between a stop and a resumption is refused or reported."""
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.cli import main
+from jaxtrain.errors import UserError
+from jaxtrain.recipes.image import MLPRecipe
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner.resume import CHANGEABLE, check_saved, saved_settings
+
+RUN = RunFolder(Path("runs/x"))
+OTHERS = {int: 77, float: 0.77, bool: True, str: "other"}
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(MLPRecipe) if field.init])
+def test_every_setting_that_was_edited_is_refused_unless_it_may_change(field):
+    recipe = MLPRecipe()
+    before = getattr(recipe, field)
+    other = next(
+        value for kind, value in OTHERS.items() if value != before and (before is None or type(before) is kind)
+    )
+    saved = json.loads(json.dumps(saved_settings(recipe)))
+    edited = dataclasses.replace(recipe, **{field: other})
+    assert check_saved(saved, recipe, RUN) == []
+    if field in CHANGEABLE:
+        assert check_saved(saved, edited, RUN) == []
+        return
+    with pytest.raises(UserError, match=f"config.json sets {field} to .*, but the run was trained with"):
+        check_saved(saved, edited, RUN)
+
+
+def test_a_checkpoint_without_settings_is_accepted():
+    assert check_saved({"next_batch": 3}, MLPRecipe(), RUN) == []
+
+
+def test_data_that_was_modified_is_reported(tmp_path):
+    file = tmp_path / "data.npz"
+    file.write_bytes(b"rows")
+    recipe = MLPRecipe(data=file)
+    saved = json.loads(json.dumps(saved_settings(recipe)))
+    assert check_saved(saved, recipe, RUN) == []
+    file.write_bytes(b"rowz")
+    os.utime(file, ns=(1, 1))
+    (change,) = check_saved(saved, recipe, RUN)
+    assert change.startswith(f"{file} was modified after the run was saved")
+    # Data may move: its files are new ones.
+    moved = dataclasses.replace(recipe, data=file.rename(tmp_path / "moved.npz"))
+    assert check_saved(saved, moved, RUN) == []
+
+
+def test_a_resumed_run_reports_another_environment_and_keeps_both(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train = "train digits-mlp --hidden 4 --batch-size 8 --out run"
+    assert main(f"{train} --steps 2 --quiet".split()) == 0
+    path = Path("run/config.json")
+    config = json.loads(path.read_text())
+    assert "earlier" not in config
+    config["versions"]["jax"], config["variables"] = "0.4.1", {"XLA_FLAGS": "--xla_one"}
+    path.write_text(json.dumps(config))
+    with Path("run/metrics.jsonl").open("a") as file:
+        file.write("damaged\n")
+    capsys.readouterr()
+    assert main(f"{train} --resume --steps 4".split()) == 0
+    output = capsys.readouterr().out
+    assert "the run was started with jax 0.4.1, here " in output
+    assert re.search("the run was started with XLA_FLAGS --xla_one, here .*: results may not be bit-identical", output)
+    assert "run/metrics.jsonl: 1 damaged lines, the first one line 4, were moved to metrics.superseded.jsonl" in output
+    config = json.loads(path.read_text())
+    assert config["versions"]["jax"] != "0.4.1"
+    (earlier,) = config["earlier"]
+    assert earlier["versions"]["jax"] == "0.4.1"
+    assert earlier["settings"]["steps"] == 2
+    config["settings"]["lr"] = 0.5
+    path.write_text(json.dumps(config))
+    assert main(f"{train} --resume --steps 6".split()) == 2
+    error = capsys.readouterr().err
+    assert "run/config.json sets lr to 0.5, but the run was trained with 0.00" in error
+    assert error.count("\n") == 1
