@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import jax
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, reason
 from jaxtrain.recipes import RECIPES, named_recipe
 from jaxtrain.run import Recipe, file_of, is_reference, locate, name_of, source_of
 
@@ -81,6 +81,12 @@ class RunFolder:
     def report(self) -> Path:
         """The page that `jaxtrain report` writes."""
         return self.path / "report.html"
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """What a run writes besides config.json."""
+        files = self.source, self.metrics, self.path / "facts.json", self.path / "result.json", self.report
+        return (*files, self.media, self.checkpoints, self.tensorboard, self.replay)
 
     def create(self, name: str, recipe: Recipe) -> None:
         """Create the folder and write config.json. Raises `UserError` if the operating system refuses."""
@@ -174,7 +180,7 @@ def _reading(config: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{config} cannot be read ({error!r}): restore it, or start a new run") from error
+        raise UserError(f"{config} cannot be read ({reason(error)}): restore it, or start a new run") from error
 
 
 def source_change(run: RunFolder, name: str) -> str | None:

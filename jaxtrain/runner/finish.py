@@ -44,7 +44,9 @@ def write_end(name: str, recipe: Recipe, run: RunFolder, outcome: Outcome) -> Se
     """
     task = outcome.task
     try:
-        write_result(run, step=outcome.step, references=task.references, sample=outcome.sample)
+        write_result(
+            run, step=outcome.step, references=task.references, sample=outcome.sample, prompt=task.sample_prompt
+        )
         record = read_record(run)
         log_final(run.tensorboard, record)
         # With several processes, none holds the whole state.

@@ -20,7 +20,7 @@ from jaxtrain.observe import Rollback
 from jaxtrain.paths import path_name
 from jaxtrain.run import Recipe
 from jaxtrain.runner.batches import DispatchedStep
-from jaxtrain.step import TrainState, current_scale, finite_leaves, leaf_name
+from jaxtrain.step import TrainState, cause_in_batch, current_scale, finite_leaves, leaf_name
 
 WINDOW = 64
 """Applied updates whose median loss a loss is compared to."""
@@ -120,11 +120,14 @@ class Guard:
     def skip_limit_message(self, step: int, state: TrainState) -> str:
         """Return the error of a run whose updates are always skipped."""
         micro_batch, leaf = self._nonfinite
+        loss = float(self._newest.metrics["loss"]) if self._newest else 0.0
+        cause = self._newest and cause_in_batch(loss, self._newest.batch.arrays)
         return (
             f"step {step}: {self._max_skips} updates in a row were skipped, their gradients inf or NaN down to "
             f"loss scale {float(current_scale(state.loss_scale)):g}, the last one first in "
-            f"{leaf_name(state.params, leaf)}, micro-batch {micro_batch}; the state is saved: start again with a lower "
-            "--lr or with --precision bf16"
+            f"{leaf_name(state.params, leaf)}, micro-batch {micro_batch}; the state is saved: "
+            f"{f'the loss is {loss:g}, {cause}; if that is not it, ' if cause else ''}start again with a lower --lr or "
+            "with --precision bf16"
         )
 
     def roll_back(self, target: int, state: Mapping[str, Any] | None, *, skips: int) -> bool:

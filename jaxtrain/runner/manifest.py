@@ -6,6 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from jaxtrain.errors import reason
 from jaxtrain.run_folder import sync
 
 NAME = "manifest.json"
@@ -46,7 +47,7 @@ def verify(folder: Path) -> None:
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{name} is missing") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DamagedCheckpoint(f"{name} cannot be read: {error}") from None
+            raise DamagedCheckpoint(f"{name} cannot be read: {reason(error)}") from None
 
     files = _files(folder)
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -60,7 +61,7 @@ def _files(folder: Path) -> dict[str, dict[str, int | str]]:
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{NAME} is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f"{NAME} cannot be read: {error!r}") from None
+        raise DamagedCheckpoint(f"{NAME} cannot be read: {reason(error)}") from None
 
 
 def _sha256(path: Path) -> str:
