@@ -64,6 +64,8 @@ class Guard:
         self._skips, self._reached_skip_limit = 0, False
         self._nonfinite = -1, -1  # micro-batch and leaf of the last gradient that was not finite
         self._target, self._rollbacks = -1, 0
+        self._bad_batch: str | None = None
+        self._has_warned = False
 
     @property
     def reached_skip_limit(self) -> bool:
@@ -102,6 +104,9 @@ class Guard:
         self._reached_skip_limit |= self._skips >= self._max_skips
         if leaf >= 0:
             self._nonfinite = int(step.metrics["nonfinite_micro_batch"]), leaf
+        if is_skipped and not self._has_warned and (cause := cause_in_batch(loss, step.batch.arrays)):
+            self._has_warned = True
+            self._bad_batch = f"warning: step {step.step} was skipped: the loss is {loss:g}, {cause}"
         if leaf < 0 and math.isfinite(loss):
             if self._factor is not None:
                 self._check_loss(step, loss, self._factor)
@@ -116,6 +121,11 @@ class Guard:
         if len(self._losses) >= FEWEST and loss > factor * (usual := median(self._losses)) > 0:
             raise Spike(step, f"the loss is {loss:g}, more than {factor:g} times {usual:g}, the median before it")
         self._losses.append(loss)
+
+    def warning(self) -> str | None:
+        """Return a warning, once, of a batch that makes its loss NaN or inf, so that its update is skipped."""
+        text, self._bad_batch = self._bad_batch, None
+        return text
 
     def skip_limit_message(self, step: int, state: TrainState) -> str:
         """Return the error of a run whose updates are always skipped."""

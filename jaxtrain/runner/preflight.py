@@ -82,7 +82,8 @@ def stored_recipe(run: RunFolder, named: str | None = None) -> tuple[str, Recipe
         if is_reference(run.path.name):
             example = default_folder(str(run.path)).path
             raise UserError(f"{run.path} is a recipe, not the folder of a run: give one, such as {example}")
-        raise UserError(f"{run.path} holds no run: start one with jaxtrain train --out {run.path}")
+        start = f"jaxtrain train {named or 'RECIPE'} --out {run.path}"
+        raise UserError(f"{run.path} holds no run: start one with {start}")
     return read_config(run.config, named)
 
 

@@ -177,6 +177,21 @@ def test_updates_that_are_all_skipped_name_the_values_of_the_batch(tmp_path):
         jt.fit(recipe, tmp_path / "run", quiet=True)
 
 
+def test_a_skipped_update_names_the_values_of_its_batch(tmp_path, capsys):
+    data = good_data()
+    rows = [{name: x[i % ROWS] for name, x in data.items()} for i in range(4 * ROWS)]
+    rows[3] = {**rows[3], "target": np.float32(np.inf)}
+
+    @dataclass(frozen=True, kw_only=True)
+    class Classes(jt.Recipe):
+        def task(self):
+            return jt.Task(init=init, loss_fn=loss_fn, train=rows)
+
+    jt.fit(Classes(steps=8, batch_size=ROWS, precision="fp16", log_every=8), tmp_path / "run", quiet=True)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "skipped" in line)
+    assert "was skipped: the loss is inf, and so are values of the batch, in target: leave out" in line
+
+
 FILE = """
 from dataclasses import dataclass
 import jaxtrain as jt, numpy as np, optax
