@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+import jaxtrain
 from benchmarks.budget import Budget
 from jaxtrain.errors import UserError
 
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Time training steps of JAX and PyTorch on the same work."
     )
+    parser.add_argument("--version", action="version", version=f"benchmarks of jaxtrain {jaxtrain.__version__}")
     parser.add_argument("suite", nargs="?", default="cpu", help=f"one of {', '.join(SUITES)} (default: cpu)")
     for flag in ("workload", "precision"):
         text = f"measure only rows of this {flag}; may be repeated"

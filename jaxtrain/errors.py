@@ -2,7 +2,9 @@
 
 import functools
 import inspect
+import json
 import os
+import re
 import sys
 import sysconfig
 import types
@@ -31,6 +33,61 @@ def escape_unprintable(text: str) -> str:
     'lr 0.1\\\\x1b]0;title\\\\x07'
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+# What a shell runs, or a flag with its value: a quoted text, a number, a placeholder, or the last word of a clause.
+_IN_SHELL = r"(?P<command>\b(?:jaxtrain|parity|python|pip|docker) [^;,()]*)"
+_VALUE = r"'[^']*'|[\d.]+(?:e[+-]?\d+)?(?![\w.])|[A-Z]\w*\b|(?!(?:and|or)\b)\w[\w=]*(?=$|[,;:)]| --| or )"
+_FLAG = re.compile(
+    rf"{_IN_SHELL}|(?<![\w=-])--(?P<no>no-)?(?P<name>[a-z][a-z\d-]*)(?: (?P<value>{_VALUE}))?(?P<next> --)?"
+)
+
+
+def in_python(message: str) -> str:
+    """Return a message with the flags that it names as arguments in Python; commands of a shell stay as they are.
+
+    >>> in_python("continue it with --resume, or choose another --out")
+    'continue it with resume=True, or choose another out'
+    >>> in_python("use --precision bf16 --accumulate 2; jaxtrain report --out page.html writes it")
+    "use precision='bf16', accumulate=2; jaxtrain report --out page.html writes it"
+    """
+
+    def argument(found: re.Match[str]) -> str:
+        if found["command"]:
+            return found[0]
+        name, value = found["name"].replace("-", "_"), found["value"]
+        if value is None:
+            value = "False" if found["no"] else "True" if name == "resume" else None
+        elif (value.islower() and value.isidentifier()) or ("=" in value and value[0] != "'"):
+            value = repr(value)
+        return (name if value is None else f"{name}={value}") + (", --" if found["next"] else "")
+
+    before = None
+    while before != message:  # each pass leaves the flag after another one
+        before, message = message, _FLAG.sub(argument, message)
+    return message
+
+
+def reason(error: Exception) -> str:
+    """Return in words why a file cannot be read or written, for the parentheses of a message.
+
+    >>> reason(FileNotFoundError(2, "No such file or directory")), reason(KeyError("settings"))
+    ('No such file or directory', 'it has no settings')
+    """
+    match error:
+        case OSError():
+            return error.strerror or str(error) or "the operating system refuses"
+        case json.JSONDecodeError():
+            return f"it is not JSON: {error.msg} in line {error.lineno}, column {error.colno}"
+        case UnicodeError():
+            return "it is not UTF-8 text"
+        case RecursionError():
+            return "it is nested too deeply"
+        case KeyError():
+            return f"it has no {error.args[0] if error.args else 'such entry'}"
+        case TypeError() | AttributeError():
+            return "it has another structure"
+    return str(error).partition("\n")[0] or "it is malformed"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -71,6 +128,8 @@ def with_user_frames(error: Exception) -> Exception:
     if _filters_tracebacks():
         last = max((i for i, frame in enumerate(frames) if _is_user_code(_file(frame))), default=-1)
         if isinstance(error, UserError):
+            if sys.excepthook is sys.__excepthook__:
+                sys.excepthook = _show_up_to_user_line
             frames = [frame for frame in frames if _is_user_code(_file(frame))]
             error.__cause__, error.__suppress_context__ = None, True
             if hasattr(error, "__notes__"):
@@ -78,10 +137,23 @@ def with_user_frames(error: Exception) -> Exception:
         else:
             is_own = any(_file(frame).startswith(_OURS) for frame in frames[last + 1 :])
             frames = [frame for i, frame in enumerate(frames) if (is_own and i > last) or not _is_internal(frame)]
+    return error.with_traceback(_linked(frames))
+
+
+def _show_up_to_user_line(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """`sys.excepthook`: print a `UserError` without this project's frames at its end, which raising it again adds."""
+    frames = list(_frames(trace))
+    while isinstance(error, UserError) and frames and _file(frames[-1]).startswith(_OURS):
+        frames.pop()
+    trace = _linked(frames)
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+def _linked(frames: list[types.TracebackType]) -> types.TracebackType | None:
     traceback = None
     for frame in reversed(frames):
         traceback = types.TracebackType(traceback, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return error.with_traceback(traceback)
+    return traceback
 
 
 def user_location(error: BaseException) -> str | None:

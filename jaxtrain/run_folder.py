@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import jax
 
-from jaxtrain.errors import UserError, escape_unprintable
+from jaxtrain.errors import UserError, escape_unprintable, reason
 from jaxtrain.fields import from_json
 from jaxtrain.folder_files import read_file, read_json, write_file
 from jaxtrain.recipes import RECIPES, named_recipe
@@ -85,6 +85,12 @@ class RunFolder:
     def report(self) -> Path:
         """The page that `jaxtrain report` writes."""
         return self.path / "report.html"
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """What a run writes besides config.json."""
+        files = self.source, self.metrics, self.path / "facts.json", self.path / "result.json", self.report
+        return (*files, self.media, self.checkpoints, self.tensorboard, self.replay)
 
     def create(self, name: str, recipe: Recipe) -> None:
         """Create the folder and write config.json. Raises `UserError` if the operating system refuses."""
@@ -236,11 +242,7 @@ def _reading(config: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{config} cannot be read ({_reason(error)}): restore it, or start a new run") from error
-
-
-def _reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+        raise UserError(f"{config} cannot be read ({reason(error)}): restore it, or start a new run") from error
 
 
 def source_change(run: RunFolder, name: str) -> str | None:

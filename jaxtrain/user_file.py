@@ -3,8 +3,11 @@
 import hashlib
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
+
+from jaxtrain.errors import UserError
 
 _SOURCES: dict[Path, bytes] = {}  # file -> its content when it was last imported
 
@@ -29,6 +32,9 @@ def import_file(path: Path) -> ModuleType:
     try:
         # Not by the loader, whose cached bytecode may be that of another content of the same size and second.
         exec(compile(source, str(resolved), "exec", dont_inherit=True), vars(module))
+    except ImportError as error:
+        del sys.modules[name]
+        raise _import_error(error, resolved) from error
     except BaseException:
         del sys.modules[name]
         raise
@@ -37,6 +43,16 @@ def import_file(path: Path) -> ModuleType:
             sys.path.remove(folder)
             sys.path.append(folder)
     return module
+
+
+def _import_error(error: ImportError, file: Path) -> Exception:
+    """Return the error of an import in the file itself in one line; that of another file as it is."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "<frozen" not in frame.filename]
+    if not frames or frames[-1].filename != str(file):
+        return error
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    remedy = f"install {package}, or correct the name" if package else "correct the import"
+    return UserError(f"{file}:{frames[-1].lineno}: {error}: {remedy}")
 
 
 def imported_source(path: Path) -> bytes:

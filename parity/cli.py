@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+import jaxtrain
 from jaxtrain.cli import print_own_traceback
 from jaxtrain.errors import UserError, with_user_frames
 from parity.attestation import environment
@@ -261,6 +262,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("parity", description="Check that a JAX training step equals PyTorch's.")
+    parser.add_argument("--version", action="version", version=f"parity of jaxtrain {jaxtrain.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("list", help="list the built-in cases")
     run = commands.add_parser("run", help="train cases in PyTorch and in JAX, and compare")

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     *(
         "errors",
+        "interrupts",
         "fields",
         "paths",
         "user_cache",

@@ -36,7 +36,7 @@ class PanelConsole(QuietConsole):
     """Record the panel as a terminal shows it after a given step."""
 
     def __init__(self, step: int) -> None:
-        self.rich = RichConsole(record=True, width=88, file=io.StringIO(), highlight=False, force_terminal=True)
+        super().__init__(RichConsole(record=True, width=88, file=io.StringIO(), highlight=False, force_terminal=True))
         self._at = step
 
     @contextmanager

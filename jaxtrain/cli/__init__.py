@@ -7,10 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
+import jaxtrain
 from jaxtrain.cli.user_code import print_own_traceback as print_own_traceback
 from jaxtrain.cpu.host_memory import keep_host_memory
 from jaxtrain.cpu.threads import reserve_collective_threads
 from jaxtrain.errors import UserError, escape_unprintable, is_out_of_memory
+from jaxtrain.interrupts import raised_interrupts
 
 COMMANDS = {
     "train": "train a recipe: jaxtrain train [RECIPE] [--out DIR] [--resume [auto]] [--from CONFIG] [--field value …]",
@@ -51,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in args[:end]
     args = [*(a for a in args[:end] if a != "--debug"), *args[end:]]
     try:
-        return _dispatch(args)
+        with raised_interrupts():
+            return _dispatch(args)
     except UserError as error:
         if debug:
             raise
@@ -82,8 +85,11 @@ def _dispatch(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print("usage: jaxtrain COMMAND …\n")
         print("\n".join(f"  {name:12} {text}" for name, text in COMMANDS.items()))
-        print("\n  jaxtrain COMMAND --help lists its flags; --debug shows tracebacks")
+        print("\n  jaxtrain COMMAND --help lists its flags; --debug shows tracebacks; jaxtrain --version")
         return 0 if args else 2
+    if args[0] == "--version":
+        print(f"jaxtrain {jaxtrain.__version__}")
+        return 0
     if args[0] not in COMMANDS:
         raise UserError(f"no command {args[0]!r}{nearest(args[0], COMMANDS)}: choose one of {', '.join(COMMANDS)}")
     for stream in (sys.stdout, sys.stderr):

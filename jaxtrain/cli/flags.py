@@ -71,6 +71,7 @@ def parse_with_recipe(options: O, recipe: R, args: list[str], prog: str, summary
 
 def _parse(kind: Any, default: T, args: list[str], prog: str, **settings: Any) -> tuple[T, list[str]]:
     _check_types(default)
+    _check_empty(args)
     marked: Any = tyro.conf.OmitArgPrefixes[tyro.conf.FlagCreatePairsOff[kind]]  # type: ignore[misc]
     errors = io.StringIO()
     try:
@@ -144,6 +145,14 @@ def _check_types(settings: Any) -> None:
             _check_types(value)
 
 
+def _check_empty(args: list[str]) -> None:
+    """Raise `UserError` for a flag with an empty value, as of an unset variable of the shell."""
+    for i, flag in enumerate(args):
+        name, mark, given = flag.partition("=")
+        if name.startswith("--") and ([given] if mark else args[i + 1 : i + 2]) == [""]:
+            raise UserError(f"{name} is empty: give it a value, or leave it out")
+
+
 def _check_paths(settings: Any) -> None:
     """Raise `UserError` for a path that the system rejects even for a lookup."""
     for field in dataclasses.fields(settings):
@@ -167,9 +176,17 @@ def _reason(panel: str) -> str:
     reason = _first_paragraph(panel)
     if wrong := _NOT_A_NUMBER.fullmatch(reason):
         kind = "an integer" if "int()" in wrong[2] else "a number"
-        return f"{wrong[1]} must be {kind}, got {wrong[3]}"
+        return f"{wrong[1]} must be {kind}, got {wrong[3]}{_as_integer(wrong[3]) if 'int()' in wrong[2] else ''}"
     meant = sorted(set(_MEANT.findall(panel)))
     return f"{reason}, did you mean {' and '.join(meant)}" if meant else reason
+
+
+def _as_integer(text: str) -> str:
+    """Return the remedy for a number such as '1e3', which is an integer in another form."""
+    with contextlib.suppress(ValueError, OverflowError):
+        value = float(text.strip("'"))
+        return f": use {int(value)}" if value == int(value) else ""
+    return ""
 
 
 def _first_paragraph(panel: str) -> str:

@@ -171,7 +171,7 @@ def _trackers(options: Train) -> list[Tracker]:
 
 
 def _check_recipe(name: str, named: str | None, where: Path) -> None:
-    """Return the recipe name found in `where`; raise `UserError` if the command line names another."""
+    """Raise `UserError` if the command line names another recipe than `where` holds."""
     if named not in (None, name):
         raise UserError(f"{where} holds a run of {name}, not of {named}: omit {named}, or use another folder or config")
 

@@ -28,6 +28,7 @@ def print_own_traceback(error: Exception) -> bool:
     # A file that cannot be compiled has no frame.
     if first is None and not (isinstance(error, SyntaxError) and _is_own(error.filename or "", folders)):
         return False
+    error.__notes__ = [note for note in getattr(error, "__notes__", ()) if "JAX has removed" not in note]
     sys.stderr.write("".join(traceback.format_exception(type(error), error, first)))
     return True
 

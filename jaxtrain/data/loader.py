@@ -77,6 +77,8 @@ class Loader:
         batch_keys: Sequence[str] | None = None,
     ) -> None:
         check_batch_size(batch_size)
+        if not len(source):
+            raise UserError("the training data have no examples: give at least batch_size of them")
         if len(source) < batch_size:
             raise UserError(
                 f"batch_size must be at most the number of examples, {len(source)}, got {batch_size}: use a smaller one"

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from jaxtrain.user_cache import user_cache
+
 TESTED_JAX = "0.10.1" if sys.version_info < (3, 12) else "0.12.0.1"
 """The version of JAX in constraints.txt."""
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
@@ -157,15 +159,11 @@ def products(device: object) -> Iterator[Finding]:
 
 
 def cache() -> Iterator[Finding]:
-    """Check that the persistent compilation cache is configured and writable."""
+    """Check that the commands can write to the persistent compilation cache."""
     import jax
 
-    path = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    if path is None:
-        yield Finding(
-            "compilation cache", "note", "off: set JAX_COMPILATION_CACHE_DIR=~/.cache/jax to store compiled programs"
-        )
-        return
+    named = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    path = named or str(user_cache("xla"))  # the one of the commands
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path):
@@ -175,7 +173,8 @@ def cache() -> Iterator[Finding]:
             "compilation cache", "problem", f"{path}: {error.strerror}", f"make it writable: chmod u+w {path}"
         )
         return
-    yield Finding("compilation cache", "fine", f"{len(list(Path(path).iterdir()))} files in {path}")
+    scripts = "" if named else f"; scripts of your own use it with JAX_COMPILATION_CACHE_DIR={path}"
+    yield Finding("compilation cache", "fine", f"{len(list(Path(path).iterdir()))} files in {path}{scripts}")
 
 
 def compiler() -> Iterator[Finding]:

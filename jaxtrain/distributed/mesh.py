@@ -105,8 +105,11 @@ def run_devices(spec: str | None) -> list[jax.Device]:
 
 
 def describe_devices(spec: str | None) -> str:
-    """Return the number and the kind of the devices of a run, as "8 NVIDIA H200"."""
-    return f"{math.prod(run_mesh_sizes(spec).values())} {jax.devices()[0].device_kind}"
+    """Return the number and the kind of the devices of a run, as "8 NVIDIA H200".
+
+    Raises `UserError` if the mesh has another number of devices than there are.
+    """
+    return f"{len(run_devices(spec))} {jax.devices()[0].device_kind}"
 
 
 def data_parallel_size(shape: Mapping[str, int]) -> int:

@@ -2,6 +2,7 @@
 
 from jaxtrain.observe.console import Console
 from jaxtrain.observe.console import format_row as format_row
+from jaxtrain.observe.curve_figure import curve_figure as curve_figure
 from jaxtrain.observe.error_analysis import ErrorAnalysis as ErrorAnalysis
 from jaxtrain.observe.error_analysis import error_summary as error_summary
 from jaxtrain.observe.error_analysis import write_error_page as write_error_page
@@ -21,9 +22,11 @@ from jaxtrain.observe.metrics import MetricsLog
 from jaxtrain.observe.metrics import NoMetricsLog as NoMetricsLog
 from jaxtrain.observe.metrics import metrics_log as metrics_log
 from jaxtrain.observe.metrics import read_metrics as read_metrics
+from jaxtrain.observe.notebook import console_here as console_here
 from jaxtrain.observe.predictions import evaluate_examples as evaluate_examples
 from jaxtrain.observe.record import Record as Record
 from jaxtrain.observe.record import read_record, write_result
+from jaxtrain.observe.record import write_facts as write_facts
 from jaxtrain.observe.report import render_report as render_report
 from jaxtrain.observe.report import write_report
 from jaxtrain.observe.serve import HOST as HOST

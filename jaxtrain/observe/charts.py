@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.observe.formatting import metric_label
 from jaxtrain.observe.log_line import LOSS_SCALES, SHARE
 from jaxtrain.observe.record import Record
 
@@ -80,7 +81,7 @@ def charts(records: Sequence[Record]) -> list[Chart]:
         names.pop("loss_scale", None)
     found = [*_losses(records)]
     for name in [name for name in names if name.startswith("eval_") and name != "eval_loss"]:
-        label = name.removeprefix("eval_").replace("_", " ")
+        label = metric_label(name.removeprefix("eval_"))
         found.append(Chart(f"validation {label}", (Curve(name, label, dotted=True),)))
     # With parameter groups each rate is logged as "lr/NAME", and "lr" repeats the first.
     rates = [name for name in names if name.startswith("lr/")] or [name for name in names if name == "lr"]

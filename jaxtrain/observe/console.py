@@ -6,7 +6,7 @@ Live on a terminal, plain lines elsewhere.
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -45,15 +45,17 @@ class Console:
 
     Args:
       rich: Console of the rich library to print on; standard output by default.
+      wording: Changes the words of a message, such as `jaxtrain.errors.in_python`.
     """
 
-    def __init__(self, rich: RichConsole | None = None) -> None:
+    def __init__(self, rich: RichConsole | None = None, wording: Callable[[str], str] = str) -> None:
+        self.wording = wording
         # rich takes a notebook's or a CI log's wish for colors for a terminal, and would redraw the panel line by line.
         self.rich = rich or RichConsole(highlight=False, force_terminal=None if sys.stdout.isatty() else False)
 
     def message(self, text: str) -> None:
         """Print one line."""
-        self.rich.print(escape_unprintable(text), markup=False, soft_wrap=True)
+        self.rich.print(escape_unprintable(self.wording(text)), markup=False, soft_wrap=True)
 
     def headline(self, text: str) -> None:
         """Print the line that introduces a run."""
@@ -95,7 +97,7 @@ class Console:
             return
         panel = LivePanel(start, total, unit)
         with Live(panel, console=self.rich, refresh_per_second=4):
-            yield _PanelProgress(self, panel)
+            yield PanelProgress(self, panel)
 
     def summary(
         self,
@@ -157,19 +159,21 @@ class _LineProgress:
             self._console.message(f"step {step}/{self._total}  {tag}: {format_row(row)}")
 
 
-class _PanelProgress:
+class PanelProgress:
     """Progress for a terminal: a live panel, and above it one line per evaluation."""
 
     def __init__(self, console: Console, panel: LivePanel) -> None:
         self._console, self._panel = console, panel
 
     def advance(self, step: int, line: LogLine | Mapping[str, Any] | None = None) -> None:
+        """Report that `step` is done."""
         line = LogLine.of(line) if line else None
         self._panel.advance(step, line)
         if line and line.evaluation:
             self._console.message(f"step {step}: {format_evaluation(line)}")
 
     def tables(self, step: int, rows: Mapping[str, Mapping[str, str]]) -> None:
+        """Report the first rows of the tables of an evaluation."""
         self._panel.tables(step, rows)
 
 

@@ -2,6 +2,8 @@
 
 import math
 
+_LABELS = {"rouge_l": "ROUGE-L", "f1": "F1", "bleu": "BLEU", "auc": "AUC"}
+
 
 def format_count(value: float) -> str:
     """Format a count with a metric suffix.
@@ -15,6 +17,24 @@ def format_count(value: float) -> str:
         if value >= size:
             return f"{value / size:.1f}{letter}"
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
+def significant(value: float) -> str:
+    """Format a number with four significant digits, zeros at the end included.
+
+    >>> significant(1.59), significant(1.6584), significant(0.5), significant(12345.6)
+    ('1.590', '1.658', '0.5000', '1.235e+04')
+    """
+    return f"{value:#.4g}".removesuffix(".")
+
+
+def metric_label(name: str) -> str:
+    """Return how a text names a metric.
+
+    >>> metric_label("rouge_l"), metric_label("exact_match")
+    ('ROUGE-L', 'exact match')
+    """
+    return _LABELS.get(name, name.replace("_", " "))
 
 
 def abbreviated(text: str, width: int) -> str:

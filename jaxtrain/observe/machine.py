@@ -17,7 +17,7 @@ class QuietConsole(Console):
 
     def message(self, text: str) -> None:
         """Print one line."""
-        print(text, file=sys.stderr, flush=True)
+        print(self.wording(text), file=sys.stderr, flush=True)
 
     def headline(self, text: str) -> None:
         """Print nothing."""

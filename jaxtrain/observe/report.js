@@ -38,6 +38,12 @@ function formatValue(value, unit) {
   return Math.abs(value) >= 1e4 && unit !== "nats" ? withSuffix(value, COUNTS) : number(value);
 }
 
+// Losses beside each other have the same number of digits.
+function formatMeasured(value, unit) {
+  const size = Math.abs(value);
+  return unit === "nats" && size >= 1e-3 && size < 1e6 ? value.toPrecision(4) : formatValue(value, unit);
+}
+
 // The margin has room for six digits; the ticks of larger loss scales are written as powers, such as 2^20.
 function formatTick(value, unit, largest) {
   if (unit !== "×" || largest < 1e6) return formatValue(value, unit);
@@ -240,7 +246,10 @@ function draw(figure) {
     svg(plot, "text", { x: box.left - 7, y: y.at(t) + 4, "text-anchor": "end" }, formatTick(t, chart.unit, ticks[ticks.length - 1]));
   }
   const columns = Math.max(2, Math.floor((box.right - box.left) / 95));
-  for (const t of view.logX ? logTicks(left, right, columns) : timeTicks(left, right, columns)) {
+  const round = view.logX ? logTicks(left, right, columns) : timeTicks(left, right, columns);
+  // The end of the axis has a label too, in place of one that would touch it.
+  const apart = round.filter((t) => Math.abs(x.at(right) - x.at(t)) > 60);
+  for (const t of [...apart, right]) {
     svg(plot, "line", { class: "grid", x1: x.at(t), x2: x.at(t), y1: box.bottom, y2: box.bottom + 4 });
     svg(plot, "text", { x: x.at(t), y: height - 5, "text-anchor": x.at(t) > width - 30 ? "end" : "middle" }, formatX(t));
   }
@@ -252,7 +261,7 @@ function draw(figure) {
   for (const [name, value] of Object.entries(chart.references)) {
     if (logY && value <= 0) continue;
     svg(field, "line", { class: "reference", x1: box.left, x2: box.right, y1: y.at(value), y2: y.at(value) });
-    svg(field, "text", { x: box.right - 4, y: y.at(value) - 5, "text-anchor": "end" }, `${name} ${number(value)}`);
+    svg(field, "text", { x: box.right - 4, y: y.at(value) - 5, "text-anchor": "end" }, `${name} ${formatMeasured(value, chart.unit)}`);
   }
   for (const line of lines) {
     const style = { class: "line", style: `stroke: ${line.color}`, "stroke-dasharray": line.dashed ? "5 3" : "none" };
@@ -320,7 +329,7 @@ function updateLegend(id) {
     const entry = document.createElement("span"), swatch = document.createElement("i"), bold = document.createElement("b");
     swatch.style.color = line.color;
     if (line.dashed) swatch.className = "dashed";
-    bold.textContent = value === null ? "—" : formatValue(value, of.chart.unit);
+    bold.textContent = value === null ? "—" : formatMeasured(value, of.chart.unit);
     entry.append(swatch, line.label, bold);
     key.append(entry);
     descriptions.push(`${line.label} ${bold.textContent}`);

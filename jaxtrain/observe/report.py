@@ -18,7 +18,7 @@ import jinja2
 from jaxtrain.cost import format_bytes
 from jaxtrain.folder_files import write_file
 from jaxtrain.observe.charts import chart_data
-from jaxtrain.observe.formatting import format_count, format_duration
+from jaxtrain.observe.formatting import format_count, format_duration, metric_label, significant
 from jaxtrain.observe.precision_figure import precision_figure, precision_table
 from jaxtrain.observe.record import Record
 from jaxtrain.observe.shown_media import shown_media
@@ -79,6 +79,8 @@ def render_report(records: Sequence[Record], *, live: bool = False) -> str:
         format_count=format_count,
         memory=format_bytes,
         format_duration=format_duration,
+        metric_label=metric_label,
+        significant=significant,
     )
 
 

@@ -102,5 +102,6 @@ class LanguageRecipe(jt.Recipe):
             },
             references={"unigram entropy": rows.entropy},
             sample=sample,
+            sample_prompt=PROMPT,
             continue_text=continue_text,
         )

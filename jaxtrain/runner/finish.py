@@ -46,7 +46,9 @@ def write_end(name: str, recipe: Recipe, run: RunFolder, outcome: Outcome) -> Se
     try:
         if not run.config.exists():  # deleted meanwhile: without it the run could not be resumed
             run.write_config(name, recipe)
-        write_result(run, step=outcome.step, references=task.references, sample=outcome.sample)
+        write_result(
+            run, step=outcome.step, references=task.references, sample=outcome.sample, prompt=task.sample_prompt
+        )
         record = read_record(run)
         log_final(run.tensorboard, record)
         # With several processes, none holds the whole state.

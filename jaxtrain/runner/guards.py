@@ -22,7 +22,7 @@ from jaxtrain.observe import Rollback
 from jaxtrain.paths import path_name
 from jaxtrain.run import Recipe
 from jaxtrain.runner.batches import DispatchedStep
-from jaxtrain.step import TrainState, current_scale, finite_leaves, leaf_name
+from jaxtrain.step import TrainState, cause_in_batch, current_scale, finite_leaves, leaf_name
 
 WINDOW = 64
 """Applied updates whose median loss a loss is compared to."""
@@ -66,6 +66,8 @@ class Guard:
         self._skips, self._reached_skip_limit = 0, False
         self._nonfinite = -1, -1  # micro-batch and leaf of the last gradient that was not finite
         self._target, self._rollbacks = -1, 0
+        self._bad_batch: str | None = None
+        self._has_warned = False
 
     @property
     def reached_skip_limit(self) -> bool:
@@ -104,6 +106,9 @@ class Guard:
         self._reached_skip_limit |= self._skips >= self._max_skips
         if leaf >= 0:
             self._nonfinite = int(step.metrics["nonfinite_micro_batch"]), leaf
+        if is_skipped and not self._has_warned and (cause := cause_in_batch(loss, step.batch.arrays)):
+            self._has_warned = True
+            self._bad_batch = f"warning: step {step.step} was skipped: the loss is {loss:g}, {cause}"
         if leaf < 0 and math.isfinite(loss):
             if self._factor is not None:
                 self._check_loss(step, loss, self._factor)
@@ -119,14 +124,22 @@ class Guard:
             raise Spike(step, f"the loss is {loss:g}, more than {factor:g} times {usual:g}, the median before it")
         self._losses.append(loss)
 
+    def warning(self) -> str | None:
+        """Return a warning, once, of a batch that makes its loss NaN or inf, so that its update is skipped."""
+        text, self._bad_batch = self._bad_batch, None
+        return text
+
     def skip_limit_message(self, step: int, state: TrainState) -> str:
         """Return the error of a run whose updates are always skipped."""
         micro_batch, leaf = self._nonfinite
+        loss = float(self._newest.metrics["loss"]) if self._newest else 0.0
+        cause = self._newest and cause_in_batch(loss, self._newest.batch.arrays)
         return (
             f"step {step}: {self._max_skips} updates in a row were skipped, their gradients inf or NaN down to "
             f"loss scale {float(current_scale(state.loss_scale)):g}, the last one first in "
-            f"{leaf_name(state.params, leaf)}, micro-batch {micro_batch}; the state is saved: start again with a lower "
-            "--lr or with --precision bf16"
+            f"{leaf_name(state.params, leaf)}, micro-batch {micro_batch}; the state is saved: "
+            f"{f'the loss is {loss:g}, {cause}; if that is not it, ' if cause else ''}start again with a lower --lr or "
+            "with --precision bf16"
         )
 
     def roll_back(self, target: int, state: Mapping[str, Any] | None, *, skips: int) -> bool:

@@ -60,11 +60,10 @@ class Interval:
         self._seconds += time.perf_counter() - self._since
         last, n = steps[-1], len(steps)
         self._highest_scale = max(m["loss_scale"] for m in steps)
-        weights = np.array([m["weight"] for m in steps])
         lr, group_lrs = _learning_rates(opt_state)
         line = LogLine(
             step=step,
-            loss=float(np.average([m["loss"] for m in steps], weights=weights if weights.any() else None)),
+            loss=_mean("loss", steps),
             grad_norm=last["grad_norm"],
             loss_scale=last["loss_scale"],
             skipped=int(sum(m["skipped"] for m in steps)),
@@ -128,11 +127,17 @@ def _numbers(name: str, metric: np.ndarray) -> list[tuple[str, float]]:
 
 
 def _other_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Return the last scales of layers, and the means of the loss_fn's metrics."""
+    """Return the last scales of layers, and the means of the loss_fn's metrics, over the same rows as the loss."""
     last = steps[-1]
     names = [name for name in last if name not in STEP_METRICS]
-    means = {name: float(np.mean([m[name] for m in steps if name in m])) for name in names}
+    means = {name: _mean(name, [m for m in steps if name in m]) for name in names}
     return means | {name: value for name, value in last.items() if name.startswith(LOSS_SCALES)}
+
+
+def _mean(name: str, steps: list[dict[str, float]]) -> float:
+    """Return the mean of a metric, weighted as the losses of the steps are."""
+    weights = np.array([m["weight"] for m in steps])
+    return float(np.average([m[name] for m in steps], weights=weights if weights.any() else None))
 
 
 def _learning_rates(opt_state: Any) -> tuple[float | None, dict[str, float]]:

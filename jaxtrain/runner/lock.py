@@ -28,9 +28,15 @@ def check_free(run: RunFolder) -> None:
         raise UserError(f"{run.path} is a file: choose another --out")
     if saved_steps(run.checkpoints):
         raise UserError(f"{run.path} has checkpoints but no config.json: restore it, or choose another --out")
+    if other := next((path for path in run.written if path.exists() and not _is_empty_folder(path)), None):
+        raise UserError(f"{other} exists, and a run would write to it: move it, or choose another --out")
     parent = next(p for p in (run.path, *run.path.absolute().parents) if p.exists())
     if not os.access(parent, os.W_OK):
         raise UserError(f"{parent} cannot be written: choose another --out")
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 class RunLock:

@@ -6,9 +6,19 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxtrain.distributed import bypass_compilation_cache, processes, run_mesh
+from jaxtrain.distributed import bypass_compilation_cache, describe_devices, processes, run_mesh
 from jaxtrain.errors import RunFailed, UserError
-from jaxtrain.observe import Console, LogLine, MetricsLog, NoMetricsLog, first_rows, format_row, histograms, metrics_log
+from jaxtrain.observe import (
+    Console,
+    LogLine,
+    MetricsLog,
+    NoMetricsLog,
+    first_rows,
+    format_row,
+    histograms,
+    metrics_log,
+    write_facts,
+)
 from jaxtrain.profile import LoopTrace, current_source_lines
 from jaxtrain.run import Recipe, Task
 from jaxtrain.run_folder import RunFolder, environment_changes, recorded_config
@@ -26,7 +36,7 @@ from jaxtrain.runner.resume import check_saved, saved_settings
 from jaxtrain.runner.signals import StopSignals
 from jaxtrain.runner.training import Evaluation, Training, build_training
 from jaxtrain.runner.unsaved import Unsaved
-from jaxtrain.step import TrainState, averaged
+from jaxtrain.step import TrainState, averaged, cause_in_batch
 
 Resume = bool | Literal["auto"]
 
@@ -107,13 +117,17 @@ def run_training(
         console.facts({**facts, **baselines})
         source = str(getattr(recipe, "data", None) or name)
         position = Position.start(training, state, batch, source=source, message=console.message)
-        first = None
+        first, unsaved = None, Unsaved.of(training.task)
         if not resuming:
+            saved = unsaved.saved_state(state)
+            kept = retention.last + retention.best + 1  # the newest is written before the oldest is removed
+            if full := preflight.check_disk(run.path, saved, kept):
+                console.message(full)
             first = _first_evaluation(training, state, console)
             position.patience.score(first.metrics)
             processes.once(lambda: _create_folder(run, lock))
             processes.once(lambda: run.write_config(name, recipe))
-        unsaved = Unsaved.of(training.task)
+            processes.once(lambda: write_facts(run, {**_about(recipe), **facts, **baselines}))
         recorded = saved_settings(recipe)
         with Checkpoints(run.checkpoints, retention, unsaved, recorded) as checkpoints, position.running():
             watch = ProcessWatch(console.message)
@@ -139,6 +153,15 @@ def run_training(
     return _outcome(session, state, exit_status)
 
 
+def _about(recipe: Recipe) -> dict[str, str]:
+    """Return the first line of a recipe's own docstring and the devices, as facts for the report."""
+    doc = vars(type(recipe)).get("__doc__") or ""
+    # A dataclass without a docstring has its signature as one.
+    line = "" if doc.startswith(f"{type(recipe).__name__}(") else doc.strip().partition("\n\n")[0]
+    about = {"recipe": " ".join(line.split())} if line else {}
+    return {**about, "devices": describe_devices(recipe.mesh)}
+
+
 def _is_resuming(run: RunFolder, lock: RunLock, resume: Resume) -> bool:
     """Whether to continue from a checkpoint. Locks the folder if it holds a run."""
     if not resume or (resume == "auto" and not run.config.exists()):
@@ -148,15 +171,17 @@ def _is_resuming(run: RunFolder, lock: RunLock, resume: Resume) -> bool:
     has_begun = bool(saved_steps(run.checkpoints)) or (run.checkpoints / "damaged").exists()
     if resume == "auto" and not has_begun and run.torch.exists():
         raise UserError(f"{run.path} was not imported completely: delete it and import it again")
+    if resume is True and not has_begun:
+        raise UserError(f"{run.path} has no checkpoint: start it again with --resume auto")
     # A run killed before its first checkpoint has nothing to lose and starts over.
-    return has_begun or resume is True
+    return has_begun
 
 
 def _first_evaluation(training: Training, state: TrainState, console: Console) -> Evaluation:
     with console.phase("compiling the evaluation, computing the first loss"):
         first = training.evaluate(state)
     if "loss" in first.metrics:
-        console.facts(preflight.check_first_loss(first.metrics["loss"], training.task))
+        console.facts(preflight.check_first_loss(first.metrics["loss"], training.task, first.cause))
     if rows := first_rows(first.media):
         console.facts({tag: format_row(row) for tag, row in rows.items()})
     return first
@@ -249,9 +274,12 @@ def _run_failed(session: Session, invalid: RunInvalid) -> RunFailed:
         return ""
 
     note, newest, step = *processes.once(lambda: (save_batch(), max(saved_steps(run.checkpoints)))), whole.step
+    loss = float(whole.metrics["loss"])
+    cause = cause_in_batch(loss, whole.batch.arrays)
     return RunFailed(
-        f"step {step}: {invalid.reason}: stopped{note}, the checkpoint of step {newest} is valid; jaxtrain replay "
-        f"{run.path} {step} shows where it arises; then start again, for example with a lower --lr or another "
+        f"step {step}: {invalid.reason}: stopped{note}, the checkpoint of step {newest} is valid; "
+        f"{f'the loss is {loss:g}, {cause}; ' if cause else ''}jaxtrain replay {run.path} {step} shows where it "
+        f"arises; {'if that is not it,' if cause else 'then'} start again, for example with a lower --lr or another "
         "--precision"
     )
 
@@ -286,6 +314,9 @@ def _train(session: Session, state: TrainState, log: MetricsLog | NoMetricsLog) 
                 evaluation = training.evaluate(state)
                 line = replace(line or LogLine(step=i), evaluation=evaluation.metrics)
                 score = patience.add(evaluation.metrics)
+                if evaluation.cause:
+                    loss = evaluation.metrics["loss"]
+                    console.message(f"warning: step {i}: the validation loss is {loss:g}, {evaluation.cause}")
                 events.evaluation(i, evaluation.metrics, state, evaluation.media)
                 if recipe.histograms:
                     log.histograms(i, histograms(state.params))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.errors import reason
 from jaxtrain.fields import from_json
 from jaxtrain.folder_files import is_folder, open_file, read_json, regular_files, write_file
 from jaxtrain.run_folder import sync
@@ -47,7 +48,7 @@ def verify(folder: Path) -> None:
             if _sha256(path) != written.sha256:
                 raise DamagedCheckpoint(f"{name} does not match its checksum")
         except OSError as error:
-            raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror}") from None
+            raise DamagedCheckpoint(f"{name} cannot be read: {reason(error)}") from None
 
     try:
         is_folder(folder)  # raises for a link
@@ -89,8 +90,7 @@ def _files(folder: Path) -> dict[str, _File]:
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{NAME} is missing") from None
     except (OSError, ValueError) as error:
-        why = (isinstance(error, OSError) and error.strerror) or str(error)
-        raise DamagedCheckpoint(f"{NAME} cannot be read: {why}") from None
+        raise DamagedCheckpoint(f"{NAME} cannot be read: {reason(error)}") from None
 
 
 def _sha256(path: Path) -> str:

@@ -38,7 +38,7 @@ def training_step(recipe: Recipe, task: Task) -> TrainStep:
     Raises:
       UserError: A setting is invalid.
     """
-    return train_step(
+    step = train_step(
         task.loss_fn,
         optimizer(recipe, task.no_decay or no_decay),
         precision=run_policy(recipe),
@@ -55,6 +55,8 @@ def training_step(recipe: Recipe, task: Task) -> TrainStep:
         reshard_after=recipe.reshard_after,
         pipeline_chunks=recipe.pipeline_chunks,
     )
+    step.warns = False  # the run looks at every loss
+    return step
 
 
 def frozen(recipe: Recipe, task: Task) -> Frozen:

@@ -12,7 +12,7 @@ class Patience:
 
     Args:
       limit: Stop after this many; None never stops.
-      metric: Metric of an evaluation to compare.
+      metric: Metric of an evaluation to compare, with or without the prefix `eval_` that metrics.jsonl has.
       is_highest_best: Whether higher values are better.
 
     Example:
@@ -40,12 +40,14 @@ class Patience:
         """
         if not evaluation:
             return None
-        if self._metric not in evaluation:
+        # metrics.jsonl has the prefix.
+        name = self._metric if self._metric in evaluation else self._metric.removeprefix("eval_")
+        if name not in evaluation:
             raise UserError(
                 f"best_metric {self._metric!r} is not a metric of the evaluation: set Task.best_metric to one of "
                 f"{', '.join(evaluation)}"
             )
-        return self._sign * evaluation[self._metric]
+        return self._sign * evaluation[name]
 
     def add(self, evaluation: Mapping[str, float]) -> float | None:
         """Add an evaluation and return its score."""

@@ -63,7 +63,8 @@ class Position:
 
     def warnings(self, line: LogLine) -> list[str]:
         """Return the warnings that a line gives rise to."""
-        return [text for text in (self.interval.warning(line), self.gauges.warning(line)) if text]
+        found = self.guard.warning(), self.interval.warning(line), self.gauges.warning(line)
+        return [text for text in found if text]
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it, as JSON; waits for the last step."""

@@ -4,14 +4,17 @@ import contextlib
 import dataclasses
 import inspect
 import math
+import shutil
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import jax
 import numpy as np
 import optax
 
+from jaxtrain.cost import format_bytes
 from jaxtrain.distributed import PIPELINE, data_parallel_size, parse_mesh, run_devices, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief, type_errors
@@ -79,7 +82,8 @@ def stored_recipe(run: RunFolder, named: str | None = None) -> tuple[str, Recipe
         if is_reference(run.path.name):
             example = default_folder(str(run.path)).path
             raise UserError(f"{run.path} is a recipe, not the folder of a run: give one, such as {example}")
-        raise UserError(f"{run.path} holds no run: start one with jaxtrain train --out {run.path}")
+        start = f"jaxtrain train {named or 'RECIPE'} --out {run.path}"
+        raise UserError(f"{run.path} holds no run: start one with {start}")
     return read_config(run.config, named)
 
 
@@ -289,6 +293,36 @@ def _format_options(options: CompilerOptions) -> str:
     return f"xla_gpu_{{{values}}}"
 
 
+def check_disk(folder: Path, state: TrainState, kept: int) -> str | None:
+    """Compare a checkpoint's size with the free space of the disk that holds a new run.
+
+    Args:
+      folder: The folder of the run, which may not exist yet.
+      state: What a checkpoint holds, or its shapes.
+      kept: Number of checkpoints on the disk at once.
+
+    Returns:
+      A warning if the disk may become full; None if it does not.
+
+    Raises:
+      UserError: It cannot hold one checkpoint.
+    """
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if free < size:
+        raise UserError(
+            f"a checkpoint takes {format_bytes(size)}, but the disk of {place} has only {format_bytes(free)} free: "
+            "make room, or choose another --out"
+        )
+    if free < kept * size:
+        return (
+            f"warning: {kept} checkpoints of {format_bytes(size)} are kept at once, but the disk of {place} has only "
+            f"{format_bytes(free)} free: make room, or lower --keep-last"
+        )
+    return None
+
+
 def check_labels_in_batch(task: Task, batch: dict[str, np.ndarray]) -> None:
     """Raise `UserError` for an integer array of a batch with values out of range."""
     for name, x in batch.items():
@@ -297,10 +331,14 @@ def check_labels_in_batch(task: Task, batch: dict[str, np.ndarray]) -> None:
             raise UserError(f"{name} must be in 0..{bound - 1}, got {x.min()} to {x.max()}: fix the data")
 
 
-def check_first_loss(loss: float, task: Task) -> dict[str, str]:
-    """Compare the first loss to that of a uniform prediction. Raises `UserError` if it is not finite."""
+def check_first_loss(loss: float, task: Task, cause: str | None = None) -> dict[str, str]:
+    """Compare the first validation loss to that of a uniform prediction.
+
+    Raises `UserError` if it is not finite; `cause` is what `cause_in_batch` found.
+    """
     if not math.isfinite(loss):
-        raise UserError(f"the first loss is {loss}: check the data for inf or NaN")
+        why = f", {cause}" if cause else ": check the data, the initial parameters and the loss for inf or NaN"
+        raise UserError(f"the first validation loss is {loss}{why}")
     references = {name: f"{value:.3f} (to be beaten)" for name, value in task.references.items()}
     if task.classes is None:
         return {"first loss": f"{loss:.3f}", **references}

@@ -36,7 +36,7 @@ from jaxtrain.run import (
 from jaxtrain.runner.batches import FetchedBatch
 from jaxtrain.runner.optimizer import frozen, state_shapes, training_step
 from jaxtrain.runner.transfer import Place
-from jaxtrain.step import TrainState, TrainStep, averaged, eval_step, validated
+from jaxtrain.step import TrainState, TrainStep, averaged, cause_in_batch, eval_step, validated
 
 
 class Evaluation(NamedTuple):
@@ -46,6 +46,8 @@ class Evaluation(NamedTuple):
     """Means of loss and metrics over the validation rows; nothing without validation data."""
     media: Media
     """What the task's own `evaluate` returned besides."""
+    cause: str | None = None
+    """What a batch holds that makes the loss inf or NaN."""
 
 
 Evaluate = Callable[[TrainState], Evaluation]
@@ -189,11 +191,16 @@ def held_out_evaluation(task: Task, recipe: Recipe) -> Evaluate:
     def evaluate(state: TrainState) -> Evaluation:
         state = averaged(state)
         metrics, media = ({}, {}) if custom is None else split_media(custom(state, map(place, batches())))
+        cause = None
         if not metrics and task.validation is not None:
-            metrics = means([sums(state, batch) for batch in batches()])
+            found = []
+            for batch in batches():
+                found.append(sums(state, batch))
+                cause = cause or cause_in_batch(found[-1]["loss"].total, batch)
+            metrics = means(found)
         scores, answers = (
             ({}, {}) if task.evaluate_answers is None else split_media(task.evaluate_answers(state, False))
         )
-        return Evaluation({**metrics, **scores}, {**media, **answers})
+        return Evaluation({**metrics, **scores}, {**media, **answers}, cause)
 
     return evaluate

@@ -12,6 +12,7 @@ from jaxtrain.step.compiler_options import CompilerOptions as CompilerOptions
 from jaxtrain.step.compiler_options import compiler_options as compiler_options
 from jaxtrain.step.diagnosis import takes_one_batch as takes_one_batch
 from jaxtrain.step.evaluation import eval_step
+from jaxtrain.step.first_loss import cause_in_batch as cause_in_batch
 from jaxtrain.step.learning_rate import LearningRate as LearningRate
 from jaxtrain.step.learning_rate import descend as descend
 from jaxtrain.step.learning_rate import rate_at as rate_at

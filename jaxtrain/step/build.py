@@ -36,10 +36,12 @@ class TrainStep:
       parts: The parts of the step.
       pure: The step as a plain function (state, batch) → (state, metrics), to be composed or jitted otherwise.
       jitted: `pure` under `jax.jit`, its state donated.
+      warns: Whether the first call warns of a loss that its batch makes NaN or inf, for which it waits.
     """
 
     def __init__(self, parts: StepParts, allow_recompile: int | None, deterministic: bool = False) -> None:
         self.parts, self.allow_recompile, self.deterministic = parts, allow_recompile, deterministic
+        self.warns = True
         self._uses = Uses(location_of(parts.loss.loss_fn))
         self.pure: Step = partial(batch_step, parts)
         self.jitted = self._jit(self.pure, "state", "batch")
@@ -173,7 +175,7 @@ class TrainStep:
             new: tuple[TrainState, Metrics] = step(state, *batch)
         except Exception as error:
             raise diagnosed(error, state, batch[0] if batch else {}, self.parts)  # noqa: B904
-        if is_first:
+        if is_first and self.warns:
             warn_of_first_loss(new[1], batch[0] if batch else {})
         return new
 

@@ -4,6 +4,7 @@ Other backends know the options for GPUs, and ignore them; they are given to pro
 those of deterministic steps.
 """
 
+import re
 from typing import Any
 
 import jax.lib
@@ -76,8 +77,18 @@ def compiler_options(
     return options or None
 
 
+def _release(version: str) -> tuple[int, ...]:
+    """Return the release numbers of a version, without what marks a candidate or a build.
+
+    >>> _release("0.11.1rc1"), _release("0.12.0.1"), _release("0.10.1.dev20261101+cpu")
+    ((0, 11, 1), (0, 12, 0), (0, 10, 1))
+    """
+    found = re.match(r"\d+(?:\.\d+){0,2}", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
 def _pipelining(version: str) -> CompilerOptions:
     """Return the options that pipeline collectives, by the names of a version of jaxlib."""
-    if tuple(map(int, version.split(".")[:3])) < (0, 11, 1):
+    if _release(version) < (0, 11, 1):
         return {f"xla_gpu_enable_pipelined_{collective}": True for collective in _PIPELINED}
     return {f"xla_gpu_pipeline_{collective}": "COLLECTIVE_PIPELINING_MODE_ON" for collective in _PIPELINED}

@@ -1,4 +1,4 @@
-"""A warning for a first loss that the batch makes NaN or inf.
+"""What makes a loss NaN or inf, as far as its batch tells; a warning if it is the first one.
 
 Under jit a value cannot raise an error. The first call of a step compiles it: waiting for its loss costs little more.
 """
@@ -14,6 +14,42 @@ from jaxtrain.paths import path_name
 from jaxtrain.step.mistakes import is_concrete, is_number
 
 
+def cause_in_batch(loss: Any, batch: Any) -> str | None:
+    """Return what a batch holds that makes its loss NaN or inf, with the remedy.
+
+    Args:
+      loss: The loss.
+      batch: The batch.
+
+    Returns:
+      The end of a sentence that begins with the loss; None for a finite loss, or a batch without a likely cause.
+
+    Example:
+      >>> cause_in_batch(np.nan, {"x": np.array([1, np.nan]), "y": np.array([0, 7])})
+      'and so are values of the batch, in x: leave out their rows, or replace them by jnp.where before the loss'
+    """
+    if np.isfinite(np.asarray(loss)):
+        return None
+    arrays = {
+        path_name(path) or "batch": np.asarray(leaf)
+        for path, leaf in jax.tree.leaves_with_path(batch)
+        if is_number(leaf) and getattr(leaf, "is_fully_addressable", True) and np.size(leaf)
+    }
+    bad = [name for name, x in arrays.items() if jax.numpy.issubdtype(x.dtype, np.inexact) and not np.isfinite(x).all()]
+    if bad:
+        return (
+            f"and so are values of the batch, in {', '.join(bad)}: leave out their rows, or replace them by jnp.where "
+            "before the loss"
+        )
+    ranges = [f"{name} from {x.min()} to {x.max()}" for name, x in arrays.items() if x.dtype.kind in "iu"]
+    if ranges and np.isnan(np.asarray(loss)):
+        return (
+            "as a label outside 0..classes - 1 or an index outside an array makes it: the batch holds "
+            f"{', '.join(ranges)}; check their range"
+        )
+    return None
+
+
 def warn_of_first_loss(metrics: Mapping[str, Any], batch: Any) -> None:
     """Warn if the first loss of a training is not finite and the batch holds a likely cause.
 
@@ -23,20 +59,5 @@ def warn_of_first_loss(metrics: Mapping[str, Any], batch: Any) -> None:
     loss = metrics["loss"]
     if not is_concrete(loss) or np.isfinite(np.asarray(loss)) or metrics["skipped"] or int(metrics["attempted"]) > 1:
         return
-    arrays = {
-        path_name(path) or "batch": np.asarray(leaf)
-        for path, leaf in jax.tree.leaves_with_path(batch)
-        if is_number(leaf) and getattr(leaf, "is_fully_addressable", True) and np.size(leaf)
-    }
-    bad = [name for name, x in arrays.items() if jax.numpy.issubdtype(x.dtype, np.inexact) and not np.isfinite(x).all()]
-    ranges = [f"{name} from {x.min()} to {x.max()}" for name, x in arrays.items() if x.dtype.kind in "iu"]
-    if bad:
-        warn_user(
-            f"the first loss is {loss}, and so are values of the batch, in {', '.join(bad)}: leave out their rows, or "
-            "replace them by jnp.where before the loss"
-        )
-    elif ranges and np.isnan(np.asarray(loss)):
-        warn_user(
-            "the first loss is nan, as a label outside 0..classes - 1 or an index outside an array makes it: the batch "
-            f"holds {', '.join(ranges)}; check their range"
-        )
+    if cause := cause_in_batch(loss, batch):
+        warn_user(f"the first loss is {loss}, {cause}")

@@ -129,7 +129,7 @@ def check_params(params: Any) -> None:
 _MODULES = {
     "flax.nnx.module.Module": "split it, as in apply, params = jaxtrain.models.functional(model)",
     "flax.linen.module.Module": "create its parameters, as in model.init(key, x)",
-    "torch.nn.modules.module.Module": "write the model in JAX and convert its weights, with jaxtrain.interop.NameTable",
+    "torch.nn.modules.module.Module": "import it, as model = jaxtrain.from_torch(module, batch), and use model.params",
 }
 
 

@@ -1,5 +1,6 @@
 """A PyTorch module as a pure function of its parameters."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -333,6 +334,9 @@ def from_torch(
 
     if isinstance(module, Path | str):
         module = pretrained(module)
+    _check_module(module)
+    if call is None:
+        _check_arguments(module, example_batch)
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     frozen = frozenset(name for name, param in module.named_parameters() if not param.requires_grad)
     fixed = {}
@@ -341,6 +345,32 @@ def from_torch(
         example_batch = {key: x for key, x in example_batch.items() if key not in fixed}
     example = jax.tree.map(as_array, example_batch)
     return ImportedModel(structure_of(module), tensors, frozen, example, call or _call, fixed, ops or {}, unroll)
+
+
+def _check_module(module: Any) -> None:
+    if isinstance(module, type):
+        raise UserError(f"module must be a torch.nn.Module, got the class {module.__name__}: use {module.__name__}(…)")
+    if not callable(getattr(module, "named_parameters", None)):
+        raise UserError(f"module must be a torch.nn.Module, got {type(module).__name__}: give the module first")
+
+
+def _check_arguments(module: Any, batch: Any) -> None:
+    """Raise `UserError` for an example that `forward` cannot be called with."""
+    signature = inspect.signature(module.forward)
+    keywords = isinstance(batch, Mapping)
+    try:
+        if keywords:
+            signature.bind(**batch)
+        else:
+            signature.bind(*(batch if isinstance(batch, tuple | list) else [batch]))
+    except TypeError as error:
+        takes = ", ".join(signature.parameters) or "nothing"
+        given = f"the keys {', '.join(map(str, batch))}" if keywords else "positional arguments"
+        rule = "the example's keys are the arguments of forward" if keywords else "the arguments of forward are"
+        raise UserError(
+            f"{type(module).__name__}.forward cannot take {given} of the example ({error}): {rule}: {takes}; rename "
+            "them, or say how the module takes a batch with call="
+        ) from None
 
 
 def _call(module: Any, batch: Any) -> Any:

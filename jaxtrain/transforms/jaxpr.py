@@ -5,10 +5,9 @@ returns None, a higher-order equation (jit, scan, while, cond, checkpoint, custo
 function that created it, with its body rewritten in turn, and any other equation is bound unchanged. The result is an
 ordinary JAX function, which can be differentiated, vmapped and jitted.
 
-Only this module depends on the layout of JAX's equations (parameter names of higher-order primitives,
-`Primitive.get_bind_params`) and on a private name: JAX has no public rewriter, and no public way to give an equation
-the source line of another (`source_info_util`, as in `jax.core.eval_jaxpr`), without which errors, profiles and scopes
-would name this file.
+It depends on the layout of JAX's equations (parameter names of higher-order primitives, `Primitive.get_bind_params`)
+and on a private name: JAX has no public rewriter, and no public way to give an equation the source line of another
+(`source_info_util`, as in `jax.core.eval_jaxpr`), without which errors, profiles and scopes would name this file.
 """
 
 import functools

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxtrain.cli.compilation_cache import enable_compilation_cache
 from jaxtrain.cli.doctor import main
 from jaxtrain.debug import doctor
 
@@ -121,6 +122,15 @@ def test_a_device_with_wrong_products_is_found(monkeypatch):
 
 def test_a_cache_that_cannot_be_written_is_a_problem(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    for path, status in {None: "note", str(tmp_path / "file" / "cache"): "problem", str(tmp_path): "fine"}.items():
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    for path, status in {None: "fine", str(tmp_path / "file" / "cache"): "problem", str(tmp_path): "fine"}.items():
         monkeypatch.setattr(type(jax.config), "jax_compilation_cache_dir", path, raising=False)
         assert only(doctor.cache()).status == status
+
+
+def test_the_cache_without_a_variable_is_that_of_the_commands(monkeypatch, tmp_path):
+    monkeypatch.setattr(type(jax.config), "jax_compilation_cache_dir", None, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    assert f"0 files in {enable_compilation_cache()};" in only(doctor.cache()).message

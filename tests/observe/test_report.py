@@ -30,8 +30,12 @@ def test_a_page_shows_the_metrics_and_the_changed_settings(tmp_path):
     write_result(run, step=40, references={"class entropy": 2.302}, sample=None)
     seen = text_of(render_report([read_record(run)]))
     for fact in (
-        *("digits-mlp", "step 40 of 40", "best validation loss 0.07317 step 40", "validation accuracy 1 step 40"),
-        *("class entropy 2.302 to be beaten", "examples per second 400 median", "training time 0:01 320 examples"),
+        *("digits-mlp", "step 40 of 40", "best validation loss 0.07317 step 40", "validation accuracy 1.000 step 40"),
+        *(
+            "class entropy 2.302 to be beaten",
+            "examples per second 400 median",
+            "training time 0:01 320 examples, steps alone",
+        ),
         *("peak memory 256 MiB", "updates skipped 1 inf or NaN", "precision fp16 fp32", "jax 0.10.1", "All "),
     ):
         assert fact in seen

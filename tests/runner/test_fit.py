@@ -5,6 +5,7 @@ import json
 import signal
 import traceback
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ import optax
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.observe.notebook import NotebookConsole
+from jaxtrain.runner import preflight
 from jaxtrain.runner.checkpoint import saved_steps
 
 EXAMPLES = 48
@@ -237,6 +240,104 @@ def test_metrics_of_the_loss_are_logged_as_means_of_the_interval(tmp_path):
     )
     logged = [line["bias"] for line in done.history if "loss" in line]
     np.testing.assert_allclose(logged, np.reshape(biases, (3, 4)).mean(1), rtol=1e-6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padded(Line):
+    """Each batch has another number of rows that count."""
+
+    def task(self):
+        def loss_fn(params, batch, rng):
+            residual = batch["x"] @ params["w"] - batch["y"]
+            return jt.Loss.of(residual**2, batch["counts"]), {"same": jt.Loss.of(residual**2, batch["counts"])}
+
+        counts = np.arange(EXAMPLES) % 5 < 2
+        rows = [{**row, "counts": np.float32(count)} for row, count in zip(examples(), counts, strict=True)]
+        return dataclasses.replace(super().task(), loss_fn=loss_fn, train=rows)
+
+
+def test_metrics_of_an_interval_are_over_the_rows_of_its_loss(tmp_path):
+    weights = []
+    on_step = lambda step, metrics, state: weights.append(float(metrics["weight"]))  # noqa: E731
+    done = jt.fit(Padded(), tmp_path / "run", quiet=True, on_step=on_step)
+    assert len({*weights}) > 1
+    logged = [(line["loss"], line["same"]) for line in done.history if "loss" in line]
+    assert [loss for loss, _ in logged] == [same for _, same in logged]
+
+
+def test_the_metric_to_go_by_may_be_named_as_in_the_log(tmp_path):
+    recipe = dataclasses.replace(Scored(), patience=2)
+    task = recipe.task()
+    kind = dataclass(frozen=True, kw_only=True)(
+        type("Named", (Scored,), {"task": lambda self: dataclasses.replace(task, best_metric="eval_accuracy")})
+    )
+    steps = [jt.fit(r, tmp_path / name, quiet=True).history[-1]["step"] for name, r in
+             (("a", recipe), ("b", kind(patience=2)))]  # fmt: skip
+    assert steps[0] == steps[1] == 12
+
+
+def test_what_fit_returns_is_shown_in_a_line_and_as_a_curve(whole):
+    assert repr(whole).startswith(f"Fit(run='{whole.run.path}', step=12, loss=")
+    assert len(repr(whole)) < 200
+    drawing = whole._repr_html_()
+    assert drawing.count("<polyline") == 1
+    assert "training loss" in drawing
+    assert "validation" not in drawing
+    assert "no loss was logged" in dataclasses.replace(whole, history=[])._repr_html_()
+
+
+def test_messages_in_python_name_arguments(whole, tmp_path, capsys):
+    with pytest.raises(
+        jt.UserError, match=r"already holds a run: continue it with resume=True, or choose another out$"
+    ):
+        jt.fit(Line(), whole.run.path, quiet=True)
+    with pytest.raises(jt.UserError, match=r"^lr=0\.2 differs from the run's 0\.1: a resumed run may change only"):
+        jt.fit(Line(lr=0.2), whole.run.path, resume=True, quiet=True)
+    with pytest.raises(jt.UserError, match=r"^out is empty: give the folder of the run"):
+        jt.fit(Line(), "", quiet=True)
+    jt.fit(Line(), whole.run.path, resume=True, quiet=True)
+    assert capsys.readouterr().err == "step 12 of 12 is done: continue training with resume=True, steps=N\n"
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_training(tmp_path, monkeypatch, capsys):
+    free = 20
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    with pytest.raises(
+        jt.UserError, match=r"a checkpoint takes \d+ B, but the disk of .* has only 20 B free: make room"
+    ):
+        jt.fit(Line(), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+    free = 200
+    jt.fit(Line(steps=1), tmp_path / "run", quiet=True)
+    assert "warning: 5 checkpoints of " in capsys.readouterr().err
+
+
+class Displayed:
+    """Stands for `IPython.display.display`: one handle, whose content is replaced."""
+
+    def __init__(self):
+        self.contents = []
+
+    def __call__(self, content, *, raw, display_id):
+        self.contents.append(content)
+        return self
+
+    def update(self, content, *, raw):
+        self.contents.append(content)
+
+
+def test_a_notebook_has_one_display_that_is_updated(tmp_path, monkeypatch):
+    displayed = Displayed()
+    monkeypatch.setattr("jaxtrain.runner.fit.console_here", lambda wording: NotebookConsole(displayed, wording))
+    monkeypatch.setattr("jaxtrain.observe.notebook._REDRAW_S", 0)
+    jt.fit(Scored(), tmp_path / "run")
+    texts = [content["text/plain"] for content in displayed.contents]
+    assert any("step 4 of 12" in text for text in texts)
+    assert "reading the data, initializing the model" in texts[-1]
+    assert "step 12: accuracy 0.8000, seen 10.0000" in texts[-1]
+    assert texts[-1].count("step 12 of 12") == 1
+    assert displayed.contents[-1]["text/html"].startswith("<pre style=")
+    assert displayed.contents.index(displayed.contents[-1]) > 5
 
 
 class Examples:

@@ -97,7 +97,9 @@ def test_the_blocks_of_a_per_layer_loss_scale_are_counted(tmp_path):
 
 def test_loss_scales_of_layers_are_logged_in_their_order():
     scales = {f"loss_scales/{i}": 2.0**i for i in range(12)}
-    logged = interval._other_metrics([{"loss": 1.0, **dict.fromkeys(scales, 1.0)}, {"loss": 1.0, **scales}])
+    logged = interval._other_metrics(
+        [{"loss": 1.0, "weight": 1.0, **dict.fromkeys(scales, 1.0)}, {"loss": 1.0, "weight": 1.0, **scales}]
+    )
     assert [*logged.items()] == [*scales.items()]
 
 

@@ -300,7 +300,10 @@ MISTAKES = {
         ARRAYS + r"the module Linear: .*functional",
     ),
     "a Linen model": (lambda: shared().init(nn.Dense(1)), ARRAYS + r"the module Dense: .* model\.init\(key, x\)"),
-    "a torch model": (lambda: shared().init(torch.nn.Linear(4, 1)), ARRAYS + r"the module Linear: .*NameTable"),
+    "a torch model": (
+        lambda: shared().init(torch.nn.Linear(4, 1)),
+        ARRAYS + r"the module Linear: import it, as model = jaxtrain\.from_torch\(module, batch\)",
+    ),
     "a state_dict": (
         lambda: shared().init(torch.nn.Linear(4, 1).state_dict()),
         r"parameter weight is a torch\.Tensor: convert",

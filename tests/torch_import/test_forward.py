@@ -237,3 +237,32 @@ class Noisy(nn.Module):
 def test_draws_and_dtypes_are_shared_with_pytorch() -> None:
     verdict = check(jt.from_torch(Noisy(), np.ones((4, 3), np.float32)).case(), steps=2)
     assert verdict.passed, verdict.lines
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, x, scale=1.0):
+        return x * scale
+
+
+@pytest.mark.parametrize(
+    ("module", "example", "message"),
+    [
+        (
+            Scaled(),
+            {"image": np.ones(3, np.float32)},
+            r"Scaled\.forward cannot take the keys image of the example \(.*'image'.*\): the example's keys are the "
+            r"arguments of forward: x, scale; rename them, or say how the module takes a batch with call=$",
+        ),
+        (Scaled(), {}, r"missing a required argument: 'x'"),
+        (Scaled(), (np.ones(3, np.float32),) * 3, r"cannot take positional arguments .*too many .*: the arguments of "),
+        (
+            np.ones(3),
+            np.ones(3, np.float32),
+            r"^module must be a torch\.nn\.Module, got ndarray: give the module first",
+        ),
+        (Scaled, np.ones(3, np.float32), r"got the class Scaled: use Scaled\(…\)"),
+    ],
+)
+def test_a_wrong_module_or_example_is_explained_by_the_arguments_of_forward(module, example, message):
+    with pytest.raises(UserError, match=message):
+        jt.from_torch(module, example)

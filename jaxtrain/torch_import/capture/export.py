@@ -242,6 +242,5 @@ def _export_refusal(error: Exception, module: torch.nn.Module) -> UserError:
         return refusal(
             "control flow or a shape depends on a tensor's value", "use torch.where and fixed shapes", source
         )
-    return refusal(
-        f"{type(module).__name__} cannot be traced by torch.export: {first_line(error)}", "see the cause", source
-    )
+    problem = f"{type(module).__name__} cannot be traced by torch.export: {first_line(error)}"
+    return refusal(problem, "change that line, or import a part of the module without it", source)
