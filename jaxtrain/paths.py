@@ -5,6 +5,7 @@ here a predicate on paths splits the parameters into two trees of the same struc
 places.
 """
 
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxtrain.errors import UserError
 
 Frozen = Callable[[str], bool]
 """Predicate on a parameter's path ("blocks/qkv/kernel"): whether it is not trained."""
@@ -52,6 +55,29 @@ class Matching:
 def path_name(path: Any) -> str:
     """Format a leaf's path in a pytree, as "blocks/qkv/kernel"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def require_distinct_names(tree: Any, what: str, *, in_files: bool = False) -> None:
+    """Raise `UserError` for two leaves with one name, such as {"a/b": x, "a": {"b": y}}.
+
+    Args:
+      tree: A pytree.
+      what: What it is, for the message.
+      in_files: Whether the names are those in files, which join the parts of a path by "." and may normalize Unicode.
+
+    >>> require_distinct_names({"a.b": 1.0, "a": {"b": 2.0}}, "the state")
+    >>> require_distinct_names({"a.b": 1.0, "a": {"b": 2.0}}, "the state", in_files=True)
+    Traceback (most recent call last):
+    jaxtrain.errors.UserError: the state has two arrays of one name, ['a']['b'] and ['a.b']: rename a key of one of them
+    """
+    found: dict[str, Any] = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+        name = path_name(path)
+        if in_files:
+            name = unicodedata.normalize("NFC", name).replace("/", ".")
+        if found.setdefault(name, path) != path:
+            pair = " and ".join(map(jax.tree_util.keystr, (found[name], path)))
+            raise UserError(f"{what} has two arrays of one name, {pair}: rename a key of one of them")
 
 
 def partition(params: Any, frozen: Frozen) -> tuple[Any, Any]:

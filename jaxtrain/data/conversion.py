@@ -116,12 +116,23 @@ def _to_numpy(value: Any, name: str, where: str) -> NDArray[Any]:
             array = None
     except (TypeError, ValueError) as error:
         raise UserError(f"{name!r} of {where} is not an array ({str(error).splitlines()[0]}): {_REMEDY}") from None
+    if (beyond := _beyond_64_bits(value, array)) is not None:
+        raise UserError(f"{name!r} of {where} has {beyond}, which int64 cannot hold: use smaller numbers")
     if array is None or not _is_numeric(array.dtype):
         shown = repr(value)
         shown = shown if len(shown) <= 40 and "\n" not in shown else type(value).__name__
         kind = type(value).__name__ if array is None else array.dtype.name
         raise UserError(f"{name!r} of {where} is {shown} ({kind}), not numbers: {_REMEDY}")
     return array
+
+
+def _beyond_64_bits(value: Any, array: NDArray[Any] | None) -> int | None:
+    """Return a Python integer for which NumPy has no type, so that it makes objects or rounds to float64; or None."""
+    if array is None or not isinstance(value, int | list | tuple):
+        return None
+    if array.dtype.kind == "O" or (array.dtype == np.float64 and array.size and np.abs(array).max() >= 2**63):
+        return next((x for x in np.asarray(value, object).flat if type(x) is int and not -(2**63) <= x < 2**63), None)
+    return None
 
 
 def tensor_to_numpy(tensor: Any) -> NDArray[Any]:

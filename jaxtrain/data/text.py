@@ -38,7 +38,8 @@ class TokenWindows:
       seq_len: Number of predictions of a window.
 
     Raises:
-      UserError: `seq_len` is less than 1, or the text is shorter than one window.
+      UserError: `seq_len` is less than 1, or the text is shorter than one window. A window raises it for a token beyond
+        int32.
 
     Example:
       >>> text = TokenWindows(np.frombuffer(b"abcdefgh", np.uint8), seq_len=3)
@@ -65,7 +66,10 @@ class TokenWindows:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         start = index * self.seq_len
-        return {"tokens": self.tokens[start : start + self.seq_len + 1].astype(np.int32)}
+        window = self.tokens[start : start + self.seq_len + 1]
+        if window.dtype.itemsize >= 4 and window.max() > np.iinfo(np.int32).max:
+            raise UserError(f"window {index} has the token {window.max()}, beyond int32: use smaller tokens")
+        return {"tokens": window.astype(np.int32)}
 
 
 def stdlib_files() -> list[Path]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jaxtrain.distributed.mesh import ROWS, data_parallel_size
 from jaxtrain.errors import UserError
-from jaxtrain.step import split_batch
+from jaxtrain.step import require_equal_rows, require_integers, split_batch
 
 
 def window_sharding(mesh: Mesh, accumulate: int) -> NamedSharding:
@@ -36,9 +36,13 @@ def place_batch(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:
       The batch as global arrays.
 
     Raises:
-      UserError: The rows of a micro-batch are not divisible by the devices that they are sharded over.
+      UserError: The rows of a micro-batch are not divisible by the devices that they are sharded over, arrays have
+        different numbers of rows, or an integer is beyond 32 bits.
     """
     sharding = window_sharding(mesh, accumulate)
+    require_integers(batch)
+    for kind in (jax.Array, np.ndarray):  # all rows, and those of this process
+        require_equal_rows(jax.tree.map(lambda x, kind=kind: x if isinstance(x, kind) else None, batch))
 
     def leaf(x: Any) -> jax.Array:
         if np.ndim(x) == 0 and accumulate == 1:
@@ -57,6 +61,7 @@ def place_batch(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:
 def place_whole_batch(batch: Any, mesh: Mesh) -> Any:
     """Place a batch [B, …] that every process has whole on the mesh; shard its rows if they are divisible."""
     rows, whole = window_sharding(mesh, 1), NamedSharding(mesh, P())
+    require_integers(batch)
 
     def leaf(x: Any) -> jax.Array:
         x = np.asarray(x)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from jaxtrain.errors import RunFailed
@@ -16,7 +17,8 @@ from jaxtrain.interop import (
     to_torch,
     write_torch,
 )
-from jaxtrain.optim import no_decay
+from jaxtrain.optim import decay_mask, no_decay
+from jaxtrain.paths import path_name
 from jaxtrain.run import Recipe, Task
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import loss_scale, optimizer_expression
@@ -48,7 +50,9 @@ def write_run(path: Path, run: RunFolder, recipe: Recipe, task: Task, names: Nam
 
 
 def _metadata(recipe: Recipe, task: Task, names: NameTable, state: TrainState) -> CheckpointMetadata:
-    excluded, initial = task.no_decay or no_decay, task.shapes()
+    initial = task.shapes()
+    mask = decay_mask(task.no_decay or no_decay, initial.params)
+    decays = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(mask)}
     scaled = is_scaled(state.loss_scale)
     return new_metadata(
         optimizer_expression(recipe),
@@ -58,5 +62,5 @@ def _metadata(recipe: Recipe, task: Task, names: NameTable, state: TrainState) -
         count=int(applied_updates(state)),
         lr=recipe.lr,
         scaler=state_dict(loss_scale(recipe) or dynamic_loss_scale(), state.loss_scale) if scaled else {},
-        decays=lambda path: not excluded(path),
+        decays=decays.__getitem__,
     )

@@ -1,4 +1,4 @@
-"""Checks of an optimizer's arguments: PyTorch's names, and values of other types."""
+"""Checks of an optimizer's arguments: PyTorch's names, values of other types, and PyTorch's bounds."""
 
 import functools
 import inspect
@@ -21,9 +21,23 @@ PYTORCH_ARGUMENTS = {
 }
 """Arguments of PyTorch's optimizers that do not exist here, and what to do instead."""
 
+_NOT_NEGATIVE = (
+    *("learning_rate", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value", "momentum_decay"),
+    "rmsprop.alpha",
+)
+_BOUNDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    **dict.fromkeys(_NOT_NEGATIVE, ("at least 0", lambda x: x >= 0)),
+    **dict.fromkeys(("b1", "b2"), ("in [0, 1)", lambda x: 0 <= x < 1)),
+    "rho": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "d": ("at least 1", lambda x: x >= 1),
+    "beta2_decay": ("at most 0", lambda x: x <= 0),
+    "ns_steps": ("below 100", lambda x: x < 100),
+}
+"""Bounds that the constructors in `torch.optim` check, by argument, or by optimizer and argument."""
+
 
 def optimizer(factory: _F) -> _F:
-    """Raise `UserError` for arguments that a function which builds an optimizer does not have.
+    """Raise `UserError` for arguments that a function which builds an optimizer does not have, or out of bounds.
 
     >>> @optimizer
     ... def sgd(learning_rate=1e-3): return optax.sgd(learning_rate)
@@ -45,6 +59,8 @@ def optimizer(factory: _F) -> _F:
             raise UserError(f"{factory.__name__} has no argument {argument}: {remedy}")
         if names and names[0] == "learning_rate":
             _check_rate(factory.__name__, args[0] if args else kwargs.get("learning_rate", 0.0))
+        for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
+            _check_bounds(factory.__name__, name, value)
         return factory(*args, **kwargs)
 
     return cast(_F, build)
@@ -58,3 +74,18 @@ def _check_rate(name: str, rate: Any) -> None:
     value = repr(rate) if isinstance(rate, str) else f"a {type(rate).__name__}"
     remedy = "use float(...) of it" if isinstance(rate, str) else "the parameters are given to step.init, not to it"
     raise UserError(f"the learning_rate of {name} must be a number or a schedule, got {value}: {remedy}")
+
+
+def _check_bounds(function: str, name: str, value: Any) -> None:
+    """Raise `UserError` for a number, or one of a pair, that PyTorch's constructor refuses; schedules are accepted."""
+    if name == "etas" and not 0 < value[0] < 1 < value[1]:
+        raise UserError(f"etas of {function} must be a number in (0, 1) and one above 1, got {value}: use (0.5, 1.2)")
+    bound = _BOUNDS.get(name, _BOUNDS.get(f"{function}.{name}"))
+    if bound is None:
+        return
+    text, holds = bound
+    for number in value if isinstance(value, tuple) else (value,):
+        # A traced number has no value yet.
+        is_known = isinstance(number, int | float | np.number | np.ndarray | jax.Array)
+        if is_known and not isinstance(number, jax.core.Tracer) and np.ndim(number) == 0 and not holds(number):
+            raise UserError(f"{name} of {function} must be {text}, got {value}: change it")

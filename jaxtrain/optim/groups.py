@@ -5,10 +5,12 @@ remains: PyTorch skips a parameter whose gradient is None, while here such a gra
 moments. Parameters that never have a gradient belong in a group of `optax.set_to_zero()`.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
@@ -51,26 +53,58 @@ def groups(
     return optax.partition(transformations, lambda params: jax.tree_util.tree_map_with_path(name, params))
 
 
-def no_decay(path: str) -> bool:
+def no_decay(path: str, parameter: Any = None) -> bool:
     """Return whether a parameter is a bias or a norm's scale, which usually do not decay.
 
     Args:
-      path: The parameter's path; its last part is compared with "bias" and "scale".
+      path: The parameter's path, in JAX or as PyTorch names it: "blocks/norm/scale", "blocks.0.norm.weight".
+      parameter: The array; one of less than two axes does not decay whatever its name, as norms' `weight` in PyTorch.
+        The axis of layers that an imported module stacks, "layers.*.norm.weight", does not count. None goes by the
+        name.
+
+    Example:
+      >>> no_decay("head.bias"), no_decay("norm.weight"), no_decay("norm.weight", np.ones(3))
+      (True, False, True)
     """
-    return path.rsplit("/", 1)[-1] in ("bias", "scale")
+    parts = re.split(r"[/.]", path)
+    if parts[-1] in ("bias", "scale"):
+        return True
+    is_stack = any(re.fullmatch(r"\*|\d+:\d+(:\d+)?", part) for part in parts)
+    return parameter is not None and np.ndim(parameter) - is_stack < 2
 
 
 def all_but(rule: Callable[[str], bool]) -> Callable[[Any], Any]:
     """Return the `mask` of an optimizer that decays all parameters except those selected by `rule`.
 
     Args:
-      rule: Predicate on a parameter's path.
+      rule: Predicate on a parameter's path; `no_decay` is also given the parameter.
 
     Returns:
-      A function from the parameters to a pytree of booleans.
+      A function from the parameters to a pytree of booleans. It raises `UserError` if `rule` selects none of them.
 
     Example:
-      >>> all_but(no_decay)({"kernel": 1.0, "bias": 2.0})
+      >>> all_but(no_decay)({"kernel": np.ones((2, 2)), "bias": np.ones(2)})
       {'bias': False, 'kernel': True}
     """
-    return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: not rule(path_name(path)), params)
+
+    def mask(params: Any) -> Any:
+        decays = decay_mask(rule, params)
+        if (leaves := jax.tree.leaves(decays)) and all(leaves):
+            paths = ", ".join(path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
+            name = getattr(rule, "__name__", "the rule")
+            raise UserError(
+                f"all_but({name}) selects no parameter: leave the mask out, or change it; paths are {paths}"
+            )
+        return decays
+
+    return mask
+
+
+def decay_mask(rule: Callable[[str], bool], params: Any) -> Any:
+    """Return the pytree of booleans of `all_but`; `rule` may select no parameter."""
+
+    def decays(path: Any, leaf: Any) -> bool:
+        name = path_name(path)
+        return not (no_decay(name, leaf) if rule is no_decay else rule(name))
+
+    return jax.tree_util.tree_map_with_path(decays, params)

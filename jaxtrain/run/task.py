@@ -144,7 +144,7 @@ class Task:
     weights of a pretrained model from its folder, or `init` creates the same. None saves all."""
     no_decay: Callable[[str], bool] | None = None
     """Predicate on a parameter's path: whether it does not decay, if the optimizer has one group; None for
-    `jaxtrain.optim.no_decay`, biases and scales."""
+    `jaxtrain.optim.no_decay`: biases, scales and others of less than two axes."""
     names: NameTable | None = None
     """PyTorch's parameter names, in the order of its model; required for importing and exporting checkpoints."""
     buffers: NameTable | None = None

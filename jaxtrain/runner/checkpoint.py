@@ -29,7 +29,7 @@ import jax
 from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.folder_files import is_folder, make_folder, read_json, remove_folder, write_file
-from jaxtrain.paths import merge
+from jaxtrain.paths import merge, require_distinct_names
 from jaxtrain.run import Recipe, Task
 from jaxtrain.runner.manifest import DamagedCheckpoint, sync, verify, write_manifest
 from jaxtrain.runner.optimizer import state_shapes, training_step
@@ -146,7 +146,9 @@ class Checkpoints:
 
         Raises:
           RunFailed: This save cannot begin, or the one before it could not be committed.
+          UserError: Two arrays of the state have one name in the files.
         """
+        require_distinct_names(state, "the state", in_files=True)
         self.wait()
         step, data = int(state.step), {**data, **self._constant}
         if processes.once(lambda: self._is_saved(step)):

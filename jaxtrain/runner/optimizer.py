@@ -1,7 +1,7 @@
 """Build the training step of a recipe: its optimizer, learning rate schedule and loss scale."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import optax
 
@@ -11,13 +11,13 @@ from jaxtrain.optim import (
     SCHEDULES,
     Call,
     Expression,
-    all_but,
     build_expression,
     complete_expression,
+    decay_mask,
     no_decay,
     parse_expression,
 )
-from jaxtrain.paths import Frozen, Matching, none_frozen
+from jaxtrain.paths import Frozen, Matching, none_frozen, require_distinct_names
 from jaxtrain.run import Recipe, Task, run_policy
 from jaxtrain.runner.loss_scales import step_loss_scale
 from jaxtrain.step import (
@@ -68,9 +68,15 @@ def frozen(recipe: Recipe, task: Task) -> Frozen:
 
 
 def state_shapes(step: TrainStep, task: Task, recipe: Recipe) -> TrainState:
-    """Return the shapes of a recipe's state: nothing is allocated."""
+    """Return the shapes of a recipe's state: nothing is allocated.
+
+    Raises:
+      UserError: Two arrays have one name in the files of a checkpoint.
+    """
     initial = cache(task.create)  # params and model_state are of one trace
-    return step.shapes(lambda: initial().params, model_state=lambda: initial().model_state, seed=recipe.seed)
+    shapes = step.shapes(lambda: initial().params, model_state=lambda: initial().model_state, seed=recipe.seed)
+    require_distinct_names(shapes, "the state", in_files=True)
+    return shapes
 
 
 def schedule(recipe: Recipe) -> optax.Schedule:
@@ -136,7 +142,7 @@ def optimizer(recipe: Recipe, exempt: Callable[[str], bool] = no_decay) -> optax
     """
     if defines_optimizer(recipe):
         return optax.with_extra_args_support(_made(recipe))
-    return build_expression(optimizer_expression(recipe), OPTIMIZERS, {"mask": all_but(exempt)})
+    return build_expression(optimizer_expression(recipe), OPTIMIZERS, {"mask": partial(decay_mask, exempt)})
 
 
 def _made(recipe: Recipe) -> optax.GradientTransformation:

@@ -15,6 +15,7 @@ import optax
 
 from jaxtrain.errors import UserError
 from jaxtrain.paths import path_name
+from jaxtrain.step.batch import require_equal_rows
 from jaxtrain.step.nonfinite import Nonfinite, earliest, locate_nonfinite, none_nonfinite
 from jaxtrain.step.objective import Loss
 from jaxtrain.step.probes import NO_PROBES, Probes, observed_together
@@ -106,7 +107,7 @@ def split_batch(batch: Any, k: int) -> Any:
     """Split a batch [B, …] into k micro-batches [k, B/k, …], in order; return it unchanged if k is 1.
 
     Raises:
-      UserError: k does not divide B, or an array of the batch is a scalar.
+      UserError: k does not divide B, or an array of the batch is a scalar or has other rows than another.
     """
     if k == 1:
         return batch
@@ -127,6 +128,7 @@ def split_batch(batch: Any, k: int) -> Any:
     def is_list_of_numbers(x: Any) -> bool:
         return isinstance(x, list) and bool(x) and all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(x))
 
+    require_equal_rows(batch)
     return jax.tree_util.tree_map_with_path(split, batch, is_leaf=is_list_of_numbers)
 
 

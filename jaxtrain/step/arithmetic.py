@@ -5,12 +5,15 @@ float32 for the same reason (`aten/src/ATen/native/cuda/fused_adam_utils.cuh`).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from jaxtrain.step.optimizer_calls import call_init, call_update
 
 
 def optimizer_in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -32,14 +35,13 @@ def optimizer_in_float32(optimizer: optax.GradientTransformation) -> optax.Gradi
       >>> abs(float(updates[0])), state[0].mu.dtype.name
       (0.0, 'float16')
     """
-    optimizer = optax.with_extra_args_support(optimizer)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        updates, new = optimizer.update(widen(grads), widen(state), widen(params), **extra)
+        updates, new = call_update(optimizer, widen(grads), widen(state), widen(params), extra)
         return updates, jax.tree.map(lambda x, old: x.astype(old.dtype) if _is_low(old) else x, new, state)
 
     return optax.GradientTransformationExtraArgs(
-        _with_standard_promotion(optimizer.init), _with_standard_promotion(update)
+        _with_standard_promotion(partial(call_init, optimizer)), _with_standard_promotion(update)
     )
 
 

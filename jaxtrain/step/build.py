@@ -12,6 +12,7 @@ from jaxtrain.errors import user_facing
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step.accumulate import WindowSchedule
 from jaxtrain.step.arithmetic import optimizer_in_float32
+from jaxtrain.step.batch import require_integers
 from jaxtrain.step.compiler_options import CompilerOptions, compiler_options
 from jaxtrain.step.diagnosis import diagnosed, takes_one_batch
 from jaxtrain.step.first_loss import warn_of_first_loss
@@ -23,7 +24,7 @@ from jaxtrain.step.options import check_options
 from jaxtrain.step.parts import StepParts
 from jaxtrain.step.rebuilding import Uses, warn_of_rebuilding
 from jaxtrain.step.retrace import limit_recompilation
-from jaxtrain.step.state import TrainState, materialize
+from jaxtrain.step.state import TrainState, materialize, require_present
 from jaxtrain.step.step import Metrics, Step, batch_step, init_state
 from jaxtrain.step.streaming import flush, micro_step
 from jaxtrain.transforms import Hook, Policy, policy
@@ -138,7 +139,12 @@ class TrainStep:
         return self._call(self.jitted, state, batch)
 
     def place(self, batch: Any) -> Any:
-        """Transfer a batch to the device for `placed`, without waiting for the transfer."""
+        """Transfer a batch to the device for `placed`, without waiting for the transfer.
+
+        Raises:
+          UserError: An integer of the batch is beyond 32 bits.
+        """
+        require_integers(batch)
         return jax.device_put(batch)
 
     def placed(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -167,6 +173,8 @@ class TrainStep:
         return self._call(self._flush, state)
 
     def _call(self, step: Callable[..., Any], state: TrainState, *batch: Any) -> tuple[TrainState, Metrics]:
+        require_present(state)
+        require_integers(batch[0] if batch else None)
         self._uses.calls += 1
         is_first = self._uses.calls == 1
         if is_first:

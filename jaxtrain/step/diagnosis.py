@@ -8,10 +8,10 @@ from typing import Any, TypeVar, cast
 import jax
 
 from jaxtrain.errors import UserError, is_out_of_memory, with_user_frames
-from jaxtrain.paths import partition
-from jaxtrain.step.mistakes import batch_error, device_error, difference, is_deleted, tracing_error
+from jaxtrain.step.fitting_state import optimizer_state_error
+from jaxtrain.step.mistakes import alias_error, batch_error, device_error, is_deleted, tracing_error
 from jaxtrain.step.parts import StepParts
-from jaxtrain.step.state import TrainState, require_state
+from jaxtrain.step.state import DONATED, require_state
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -53,19 +53,10 @@ def _argument_error(state: Any, batch: Any, parts: StepParts | None) -> str | No
     except UserError as wrong:
         return str(wrong)
     if any(map(is_deleted, jax.tree.leaves(state))):
-        return "the state was donated to an earlier call and no longer exists: use the state which that call returned"
-    return batch_error(batch) or device_error(state, batch) or (_state_error(state, parts) if parts else None)
-
-
-def _state_error(state: TrainState, parts: StepParts) -> str | None:
-    """Return how a state differs from those of the step with these parts, or None."""
-    try:
-        expected = jax.eval_shape(lambda params: parts.optimizer.init(partition(params, parts.frozen)[0]), state.params)
-    except Exception:
-        return None  # The optimizer fails with these parameters; its own error says why.
-    if found := difference(state.opt_state, expected):
-        return (
-            f"the state does not fit this step and its params: its opt_state {found}; "
-            "create it with this step's init(params)"
-        )
-    return None
+        return DONATED
+    return (
+        batch_error(batch)
+        or device_error(state, batch)
+        or alias_error(state, batch)
+        or (optimizer_state_error(parts, state) if parts else None)
+    )

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 
 from jaxtrain.errors import user_facing
+from jaxtrain.step.batch import require_integers
 from jaxtrain.step.compiler_options import compiler_options
 from jaxtrain.step.diagnosis import diagnosed, takes_one_batch
 from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.step.mistakes import check_loss_fn
 from jaxtrain.step.objective import Loss, LossFn
-from jaxtrain.step.state import TrainState, require_state
+from jaxtrain.step.state import TrainState, require_present, require_state
 from jaxtrain.transforms import Policy, policy
 from jaxtrain.transforms.jaxpr import readable_equations
 
@@ -46,6 +47,8 @@ def eval_step(
     @takes_one_batch
     @functools.wraps(evaluate)
     def call(state: TrainState, batch: Any) -> dict[str, Loss]:
+        require_present(state)
+        require_integers(batch)
         try:
             sums: dict[str, Loss] = jitted(state, batch)
         except Exception as error:

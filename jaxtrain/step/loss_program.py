@@ -116,7 +116,13 @@ class LossProgram(NamedTuple):
             *self._before_the_policy,
             # Decides every operation's dtype; what follows only changes how operations are computed.
             partial(
-                self.policy.apply, state_argnums=(3,), scales=scales, probes=probes, kernels=kernels, whole=self.whole
+                self.policy.apply,
+                state_argnums=(3,),
+                batch_argnums=(1,),
+                scales=scales,
+                probes=probes,
+                kernels=kernels,
+                whole=self.whole,
             ),
         ]
 
@@ -199,7 +205,9 @@ class LossProgram(NamedTuple):
             return None
         are_whole = self.gather is not None
         options: dict[str, Any] = {"scales": scales, "whole": self.whole, "are_whole": are_whole}
-        kernels = self.policy.kernels(self._applied(self._before_the_policy), state_argnums=(3,), **options)
+        kernels = self.policy.kernels(
+            self._applied(self._before_the_policy), state_argnums=(3,), batch_argnums=(1,), **options
+        )
         return kernels(params, *rest)
 
     def with_numerics(self) -> Compute:

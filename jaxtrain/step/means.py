@@ -28,7 +28,7 @@ def averaged_elements(loss: Any) -> int | None:
 
 def _mean_over(x: Any) -> int | None:
     """Return the number of elements that a traced scalar is the mean of; None if it is no mean."""
-    operation, inputs = _operation(x)
+    operation, inputs = traced_operation(x)
     if operation is None:
         return None
     if operation in SAME_VALUES:
@@ -42,13 +42,13 @@ def _mean_over(x: Any) -> int | None:
 
 
 def _summed_elements(x: Any) -> int | None:
-    operation, inputs = _operation(x)
+    operation, inputs = traced_operation(x)
     if operation == "reduce_sum":
         return math.prod(inputs[0].shape) if x.shape == () else None
     return _summed_elements(inputs[0]) if operation in SAME_VALUES else None
 
 
-def _operation(x: Any) -> tuple[str | None, Any]:
+def traced_operation(x: Any) -> tuple[str | None, Any]:
     """Return the name and the inputs of the operation that computed a traced value."""
     # Differentiation wraps the traced value.
     while hasattr(x, "primal"):

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError, format_location, user_location
 from jaxtrain.paths import path_name
+from jaxtrain.step.batch import differing_rows
 
 MAX_DESCRIBED_LEAVES = 12
 
@@ -145,7 +146,10 @@ def called(factory: Callable[[], Any]) -> Any:
 
 def loss_fn_error(error: Exception, loss_fn: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
     """Return what is wrong with a loss_fn that raised, or None if its own message must do."""
-    _, _, rng, *model_state = args
+    _, batch, rng, *model_state = args
+    if isinstance(error, TypeError | ValueError) and "shapes" in str(error) and (rows := differing_rows(batch)):
+        where = user_location(error) or "loss_fn"
+        return f"{where}: {rows}: give them the same rows, or compute with both in loss_fn"
     if isinstance(error, TypeError) and _is_raised_by_the_call(error) and not accepts(loss_fn, len(args)):
         signature = signature_of(loss_fn)
         if model_state:
@@ -258,8 +262,32 @@ def device_error(state: Any, batch: Any) -> str | None:
     return f"{placed}: place both alike, with jax.device_put(batch, device)"
 
 
+def alias_error(state: Any, batch: Any) -> str | None:
+    """Return two arrays in the same memory, of which a call donates one and uses the other, or None."""
+    donated: dict[Any, str] = {}
+    for tree, of in ((state, "the state"), (batch, "the batch")):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            name = f"{path_name(path) or 'the array'} of {of}"
+            for place in _places(leaf):
+                if place in donated:
+                    return (
+                        f"{donated[place]} and {name} are one array, which a step cannot donate and use as well: "
+                        "replace one by jax.numpy.copy of it"
+                    )
+                if tree is state:
+                    donated[place] = name
+    return None
+
+
+def _places(leaf: Any) -> list[Any]:
+    """Return the device and the address of each part of an array; none for keys, which have no address."""
+    if not is_concrete(leaf) or not leaf.size or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return []
+    return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards]
+
+
 def difference(tree: Any, expected: Any) -> str | None:
-    """Return the first difference in structure or shape of two pytrees, or None.
+    """Return the first difference in structure, shape or dtype of two pytrees, or None.
 
     >>> difference({"w": np.ones(2)}, {"w": np.ones(3), "b": np.ones(3)})
     'lacks b'
@@ -271,11 +299,16 @@ def difference(tree: Any, expected: Any) -> str | None:
     for name, leaf in ours.items():
         if name not in theirs:
             return f"has {name}, which the step does not use"
-        if np.shape(leaf) != np.shape(theirs[name]):
+        if (np.shape(leaf), _dtype(leaf)) != (np.shape(theirs[name]), _dtype(theirs[name])):
             return f"has {describe_leaf(leaf)} at {name}, expected {describe_leaf(theirs[name])}"
     if not same_structure(tree, expected):
         return "is of another type"
     return None
+
+
+def _dtype(leaf: Any) -> Any:
+    """Return the dtype of an array, also of one of keys, or that of a Python number in JAX."""
+    return leaf.dtype if hasattr(leaf, "dtype") else jax.numpy.result_type(leaf)
 
 
 def same_structure(tree: Any, other: Any) -> bool:

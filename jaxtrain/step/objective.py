@@ -11,6 +11,7 @@ from jax import lax
 from jaxtrain.errors import UserError, warn_user
 from jaxtrain.step.means import averaged_elements
 from jaxtrain.step.mistakes import call_note, describe, is_number, location_of, loss_fn_error, same_structure
+from jaxtrain.step.pairs import warn_of_pairs
 
 LossFn = Callable[..., Any]
 """`loss_fn(params, batch, rng) -> (Loss, metrics)`, or, for a model with state (BatchNorm),
@@ -85,10 +86,10 @@ def validated(loss_fn: LossFn, *, differentiable: bool = False) -> Compute:
 
     If it is to be `differentiable`, a traced total must be floating-point: the gradient of a count is silently 0.
     """
-    warned = False
+    warned = asked = False
 
     def compute(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Loss, dict[str, Any], Any]:
-        nonlocal warned
+        nonlocal warned, asked
         args = (params, batch, rng) if model_state is None else (params, batch, rng, model_state)
         try:
             result = loss_fn(*args)
@@ -114,6 +115,9 @@ def validated(loss_fn: LossFn, *, differentiable: bool = False) -> Compute:
                 f"over {size} elements: the step divides by the weight again, so that the loss and its gradient are "
                 f"{loss.weight} times too small. Use Loss.of(losses) with the losses before the mean"
             )
+        if not asked and isinstance(loss.total, jax.core.Tracer):
+            asked = True
+            warn_of_pairs(loss_fn, args, loss)
         return loss, dict(metrics), rest[0] if rest else None
 
     return compute

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.paths import Frozen, Matching, merge, none_frozen, partition, path_name
+from jaxtrain.paths import Frozen, Matching, merge, none_frozen, partition, path_name, require_distinct_names
 from jaxtrain.step.accumulate import Window
 from jaxtrain.step.loss_scale import skipped_updates
-from jaxtrain.step.mistakes import called, check_container, check_params
+from jaxtrain.step.mistakes import called, check_container, check_params, is_deleted
 
 
 class TrainState(NamedTuple):
@@ -24,7 +24,8 @@ class TrainState(NamedTuple):
       loss_scale: State of the loss scaler.
       rng: Key from which every micro-batch's key is folded.
       window: Accumulation window of a run that streams its micro-batches, else None.
-      ema: Moving average of the trained parameters, with None for the others, or None; `averaged(state)` evaluates it.
+      ema: Moving average of the trained parameters, at least float32, with None for the others, or None;
+        `averaged(state)` evaluates it.
       scales: Scales of the precision policy with their history, or None for a policy that remembers nothing.
       compensation: bfloat16, what rounding has added too much to the trained parameters, with None for the others; None
         unless the policy's `param_rounding` is "kahan".
@@ -105,9 +106,22 @@ def require_state(state: Any, batch: Any = None) -> None:
     raise UserError(f"state must be a jaxtrain.TrainState, got {type(state).__name__}: {remedy}")
 
 
+def require_present(state: Any) -> None:
+    """Raise `UserError` for a state that was donated to an earlier call, before XLA reports it.
+
+    All of a state is donated at once, so that one of its arrays tells.
+    """
+    if isinstance(state, TrainState) and is_deleted(state.step):
+        raise UserError(DONATED)
+
+
+DONATED = "the state was donated to an earlier call and no longer exists: use the state which that call returned"
+
+
 def require_trainable(params: Any, frozen: Frozen) -> None:
     """Raise `UserError` for parameters of which none would be trained, or one would be skipped silently."""
     check_params(params)
+    require_distinct_names(params, "params")
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for path, leaf in leaves:
         if isinstance(leaf, int):

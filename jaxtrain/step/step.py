@@ -30,7 +30,7 @@ from jaxtrain.step.accumulate import (
 )
 from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.clip import clip_grad_norm, clip_grad_value
-from jaxtrain.step.ema import update_ema
+from jaxtrain.step.ema import init_ema, update_ema
 from jaxtrain.step.fitting_state import require_fitting
 from jaxtrain.step.learning_rate import used_learning_rate
 from jaxtrain.step.loss_program import NO_COPIES, Copies
@@ -101,7 +101,7 @@ def init_state(
         loss_scale=parts.scaler.init(trained),
         rng=jax.random.key(seed),
         window=None,
-        ema=None if parts.ema is None else jax.tree.map(jnp.copy, trained),
+        ema=None if parts.ema is None else init_ema(trained),
         scales=policy.init_scales(params),
         compensation=init_compensation(policy.param_rounding, trained),
     )
@@ -286,7 +286,7 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
     new_trained, compensation = apply_updates(rounding, trained, updates, state.compensation, key)
     old_ema = ema = state.ema
     if parts.ema is not None:
-        old_ema, _ = partition(state.ema, parts.frozen)  # in case it was set to all parameters
+        old_ema = widen(partition(state.ema, parts.frozen)[0])  # in case it was set to all parameters
         ema = update_ema(old_ema, new_trained, parts.ema, is_first=applied_updates(state) == 0)
 
     before = trained, state.opt_state, old_ema, state.compensation

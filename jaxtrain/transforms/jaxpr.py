@@ -269,11 +269,11 @@ def _checkpoint(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     return jax.checkpoint(lambda *a: run(body, (), a), policy=policy, prevent_cse=prevent_cse)(*args)
 
 
-def _scan(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+def _scan(eqn: JaxprEqn, args: list[Any], run: Run, results: Sequence[Any] = ()) -> list[Any]:
     body = eqn.params["jaxpr"]
     n_consts, n_carry = scan_sizes(eqn)
     consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
-    carry_avals = body.in_avals[n_consts : n_consts + n_carry]
+    carry_avals = results[:n_carry] or body.in_avals[n_consts : n_consts + n_carry]
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         outs = run(body.jaxpr, body.consts, [*consts, *carry, *x])
@@ -320,11 +320,11 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
     return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
-def _while(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+def _while(eqn: JaxprEqn, args: list[Any], run: Run, results: Sequence[Any] = ()) -> list[Any]:
     cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_consts, body_consts, init = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
-    carry_avals = body.in_avals[n_body:]
+    carry_avals = results or body.in_avals[n_body:]
 
     def condition(carry: list[Any]) -> Any:
         return run(cond.jaxpr, cond.consts, [*cond_consts, *carry])[0]
@@ -335,9 +335,9 @@ def _while(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     return lax.while_loop(condition, step, cast_like(carry_avals, init))
 
 
-def _cond(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+def _cond(eqn: JaxprEqn, args: list[Any], run: Run, results: Sequence[Any] = ()) -> list[Any]:
     def branch(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
-        return lambda *a: cast_like(closed.out_avals, run(closed.jaxpr, closed.consts, a))
+        return lambda *a: cast_like(results or closed.out_avals, run(closed.jaxpr, closed.consts, a))
 
     branches = [branch(b) for b in eqn.params["branches"]]
     if (platforms := eqn.params.get("branches_platforms")) is None:
@@ -428,7 +428,7 @@ APPLICATIONS = frozenset(
 HIJAX = "call_hi_primitive"
 """The primitive of all operations of `jax.experimental.hijax`, such as `lax.custom_root` since JAX 0.12."""
 
-HIGHER_ORDER: dict[str, Callable[[JaxprEqn, list[Any], Run], list[Any]]] = {
+HIGHER_ORDER: dict[str, Callable[..., list[Any]]] = {
     **dict.fromkeys(EVALUATIONS, _evaluate_called),
     "jit": _jit,
     "pjit": _jit,
@@ -442,3 +442,5 @@ HIGHER_ORDER: dict[str, Callable[[JaxprEqn, list[Any], Run], list[Any]]] = {
     "shard_map": _shard_map,
     "xla_metadata_call": _with_metadata,
 }
+"""Functions that rebuild an equation, `(eqn, args, run)`; those of loops and branches also take `results`, shapes and
+dtypes of their carries, or of their results, if these are not the traced ones."""

@@ -24,6 +24,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.autocast_lists import LISTS, Dtype
 from jaxtrain.transforms.casts import is_array, to_dtype, widen
+from jaxtrain.transforms.exact_batch import exact_batch
 from jaxtrain.transforms.precision import DISABLED, KERNEL, LOSS, autocast_disabled, low_unrounded, product_params
 from jaxtrain.transforms.promoted_products import warn_promoted_products
 
@@ -38,13 +39,17 @@ _END_OF_SOFTMAX = ("div", "sub", "add")
 _BROADCASTING = ("add", "sub", "mul", "div", "max", "min", "pow")
 
 
-def compute_in(fn: Callable[..., Any], dtype: Any, state_argnums: Collection[int] = ()) -> Callable[..., Any]:
+def compute_in(
+    fn: Callable[..., Any], dtype: Any, state_argnums: Collection[int] = (), batch_argnums: Collection[int] = ()
+) -> Callable[..., Any]:
     """Compute a function in `dtype`, its softmaxes, norms and losses in float32 inside.
 
     Args:
       fn: A function of arrays.
       dtype: bfloat16 or float16.
       state_argnums: Positions of the arguments that keep their dtypes, as the running statistics of a BatchNorm.
+      batch_argnums: Positions of the arguments that are a batch, which is rounded where products take it, and not in
+        the arithmetic of a loss (`exact_batch`).
 
     Returns:
       The same function, whose other floating-point inputs are converted to `dtype` first.
@@ -58,8 +63,9 @@ def compute_in(fn: Callable[..., Any], dtype: Any, state_argnums: Collection[int
         def cast(tree: Any) -> Any:
             return jax.tree.map(lambda x: to_dtype(dtype, x) if is_array(x) else x, tree)
 
-        low = [x if i in state_argnums else cast(x) for i, x in enumerate(args)]
-        return jaxpr.retrace(fn, _evaluate)(*low, **cast(kwargs))
+        low = [x if i in (*state_argnums, *batch_argnums) else cast(x) for i, x in enumerate(args)]
+        inner = exact_batch(fn, dtype, batch_argnums) if batch_argnums else fn
+        return jaxpr.retrace(inner, _evaluate)(*low, **cast(kwargs))
 
     return compute
 

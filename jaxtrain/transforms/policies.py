@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.transforms.casts import is_array, is_float, to_dtype
+from jaxtrain.transforms.casts import LOWER_FLOATS, is_array, is_float, to_dtype
 from jaxtrain.transforms.delayed_scales import DelayedScales, init_scales, next_scales
+from jaxtrain.transforms.exact_batch import exact_batch
 from jaxtrain.transforms.fp8 import Fp8
 from jaxtrain.transforms.fp8_kernels import KernelCopies, fp8_products, kernel_copies
 from jaxtrain.transforms.low_compute import compute_in
@@ -27,7 +28,7 @@ class Policy:
     `dataclasses.replace` creates variants.
 
     Attributes:
-      param_dtype: Dtype of the trained parameters and, without `compute_dtype`, of all floating-point inputs.
+      param_dtype: Dtype of the trained parameters and, without `compute_dtype`, of the computation.
       compute_dtype: Dtype to autocast to; None computes in `param_dtype`, as the code is written.
       cast_inputs: Whether all of the function is computed in `compute_dtype`, its inputs converted to it first as with
         `model.to(compute_dtype)`, instead of autocast.
@@ -106,6 +107,7 @@ class Policy:
         fn: Callable[..., Any],
         *,
         state_argnums: Collection[int] = (),
+        batch_argnums: Collection[int] = (),
         scales: Any = None,
         probes: Any = None,
         kernels: KernelCopies | None = None,
@@ -116,6 +118,8 @@ class Policy:
         Args:
           fn: A function of arrays.
           state_argnums: Positions of the arguments with model state, which `cast_inputs` leaves in their dtypes.
+          batch_argnums: Positions of the arguments that are a batch: a low precision rounds them where products take
+            them, and not in the arithmetic of a loss (`exact_batch`).
           scales: The scales of delayed scaling, as for `fp8_products`. Without them each operand is scaled by its own
             largest magnitude.
           probes: Zeros like `scales`.
@@ -125,7 +129,7 @@ class Policy:
         Returns:
           The same function, computed under this policy.
         """
-        inner = self._in_dtypes(fn, state_argnums)
+        inner = self._in_dtypes(fn, state_argnums, batch_argnums)
         if self.fp8 is not None:
             inner = fp8_products(inner, self.fp8, scales, probes, kernels, whole, (self.compute_dtype,))
         return self._in_matmul_precision(inner)
@@ -135,6 +139,7 @@ class Policy:
         fn: Callable[..., Any],
         *,
         state_argnums: Collection[int] = (),
+        batch_argnums: Collection[int] = (),
         scales: Any = None,
         whole: Whole | None = None,
         are_whole: bool = False,
@@ -144,12 +149,13 @@ class Policy:
         Args:
           fn: The function to which the policy, one with `fp8`, is to be applied.
           state_argnums: As for `apply`.
+          batch_argnums: As for `apply`.
           scales: As for `apply`.
           whole: As for `apply`.
           are_whole: Whether to gather the kernels from other devices.
         """
         assert self.fp8 is not None
-        inner = self._in_dtypes(fn, state_argnums)
+        inner = self._in_dtypes(fn, state_argnums, batch_argnums)
         copies = kernel_copies(inner, self.fp8, scales, whole, (self.compute_dtype,), are_whole=are_whole)
         return self._in_matmul_precision(copies)
 
@@ -171,19 +177,29 @@ class Policy:
         """
         return None if self.fp8 is None or scales is None else next_scales(self.fp8, scales, amax)
 
-    def _in_dtypes(self, fn: Callable[..., Any], state_argnums: Collection[int]) -> Callable[..., Any]:
+    def _in_dtypes(
+        self, fn: Callable[..., Any], state_argnums: Collection[int], batch_argnums: Collection[int]
+    ) -> Callable[..., Any]:
         if self.compute_dtype is None:
-            return self._uncast(fn)
+            return self._uncast(fn, batch_argnums)
         if self.cast_inputs:
-            return compute_in(fn, self.compute_dtype, state_argnums)
+            return compute_in(fn, self.compute_dtype, state_argnums, batch_argnums)
         return autocast(fn, self.compute_dtype)
 
-    def _uncast(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def _uncast(self, fn: Callable[..., Any], batch_argnums: Collection[int]) -> Callable[..., Any]:
+        is_low = jnp.dtype(self.param_dtype) in LOWER_FLOATS
+        exact = batch_argnums if is_low else ()
+        inner = exact_batch(fn, self.param_dtype, exact) if exact else fn
+
         def compute(*args: Any, **kwargs: Any) -> Any:
             self._check_available()
-            args, kwargs = jax.tree.map(lambda x: to_dtype(self.param_dtype, x) if is_array(x) else x, (args, kwargs))
+
+            def cast(tree: Any) -> Any:
+                return jax.tree.map(lambda x: to_dtype(self.param_dtype, x) if is_array(x) else x, tree)
+
+            args = tuple(x if i in exact else cast(x) for i, x in enumerate(args))
             with autocast_disabled():
-                return fn(*args, **kwargs)
+                return inner(*args, **cast(kwargs))
 
         return compute
 

@@ -90,3 +90,53 @@ def test_biases_and_norms_do_not_decay_where_masked(make):
     np.testing.assert_array_equal(updates["blocks"]["kernel"], -1.0)
     for update in (updates["blocks"]["bias"], updates["norm"]["scale"]):
         np.testing.assert_array_equal(update, 0.0)
+
+
+def test_names_of_pytorch_do_not_decay_either():
+    names = {
+        "stem.conv.weight": (4, 3, 3, 3),
+        "stem.bn.weight": (4,),
+        "stem.bn.bias": (4,),
+        "head.weight": (2, 4),
+        "head.bias": (2,),
+        "blocks.attn.bias": (3, 3),
+        "logit_scale": (),
+        "bias_free.weight": (2, 2),
+    }
+    params = {name: np.ones(shape) for name, shape in names.items()}
+    decays = all_but(no_decay)(params)
+    assert {name for name in decays if decays[name]} == {"stem.conv.weight", "head.weight", "bias_free.weight"}
+    nested = {"norm": {"weight": np.ones(3)}, "dense": {"weight": np.ones((3, 3)), "bias": np.ones((2, 3))}}
+    assert all_but(no_decay)(nested) == {"norm": {"weight": False}, "dense": {"weight": True, "bias": False}}
+
+
+def test_a_rule_that_selects_no_parameter_is_refused():
+    message = r"all_but\(<lambda>\) selects no parameter: leave the mask out, .* blocks/bias"
+    with pytest.raises(UserError, match=message):
+        adamw(1e-3, mask=all_but(lambda path: path.endswith("b"))).init(PARAMS)
+    with pytest.raises(UserError, match=r"all_but\(no_decay\) selects no parameter"):
+        adamw(1e-3, mask=all_but(no_decay)).init({"kernel": jnp.ones((2, 2))})
+    assert all_but(lambda path: False)({}) == {}
+
+
+def test_what_decays_of_an_imported_module_is_what_the_model_names():
+    torch = pytest.importorskip("torch")
+
+    def block():
+        return torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4), torch.nn.PReLU(4))
+
+    # The layers of the second are stacked, those of the third in two stacks.
+    modules = [
+        (torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten()), (2, 3, 5, 5)),
+        (torch.nn.Sequential(*[block() for _ in range(4)]), (2, 4)),
+        (torch.nn.Sequential(*[block() for _ in range(3)], torch.nn.Tanh(), *[block() for _ in range(3)]), (2, 4)),
+        (torch.nn.LayerNorm(4), (2, 4)),
+    ]
+    stacked = set()
+    for module, shape in modules:
+        model = jt.from_torch(module, np.ones(shape, np.float32))
+        decays = all_but(no_decay)(model.params)
+        assert {name for name in decays if not decays[name]} == {name for name in decays if model.no_decay(name)}
+        assert len(set(decays.values())) == 2 or isinstance(module, torch.nn.LayerNorm)
+        stacked |= {name for name in decays if "*" in name or ":" in name}
+    assert stacked

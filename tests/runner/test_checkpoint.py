@@ -421,3 +421,32 @@ def test_a_hook_installed_while_checkpoints_are_open_remains(tmp_path, monkeypat
         assert len(seen) == 1
         monkeypatch.setattr(sys, "unraisablehook", print)
     assert sys.unraisablehook is print
+
+
+CLASHES = [
+    {"a.b": 1.0, "a": {"b": 2.0}},
+    {"a": {"": 1.0}, "a.": 2.0},
+    {"a": {"0": 1.0}, "a.0": 2.0},
+    {"a": [1.0, 2.0], "a.1": 3.0},
+    {"a": {"b.c": 1.0}, "a.b": {"c": 2.0}},
+    {"e\u0301": 1.0, "\u00e9": 2.0},
+]
+DISTINCT = {"": 1.0, "a": {"": 2.0, "b": 3.0}, "a%2Eb": 4.0, ".": 5.0, "..": 6.0, " ": 7.0, "value": {"value": 8.0}}
+
+
+@pytest.mark.parametrize("params", CLASHES, ids=map(str, range(len(CLASHES))))
+def test_arrays_of_one_name_are_refused_before_they_are_saved(params, tmp_path):
+    params = jax.tree.map(jnp.float32, params)
+    one_name = pytest.raises(UserError, match=r"the state has two arrays of one name, \.params\[.*: rename a key")
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints, one_name:
+        checkpoints.save(state(1)._replace(params=params), {})
+    assert saved_steps(tmp_path / "checkpoints") == []
+
+
+def test_unusual_names_are_restored_each_to_its_place(tmp_path):
+    one = state(1)._replace(params={**jax.tree.map(jnp.float32, DISTINCT), "n": {0: jnp.ones(2), 1: jnp.zeros(2)}})
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(one, {})
+        checkpoints.wait()
+        found, _ = checkpoints.restore(jax.eval_shape(lambda: one))
+    assert same(one, found)

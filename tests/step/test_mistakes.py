@@ -106,6 +106,12 @@ def no_wider_batch():
 
 
 EXPECTED = r"loss_fn must return \(jaxtrain\.Loss\(total, weight\), metrics\), got "
+
+
+def moments():
+    return build(optimizer=optim.adam(0.1))
+
+
 OPTIMIZER = r"optimizer must be an optax\.GradientTransformation, got "
 ARRAYS = r"params must be a pytree of arrays, got "
 
@@ -363,6 +369,30 @@ MISTAKES = {
     "a state without average": (
         lambda: call(BATCH, shared().init(PARAMS), shared(ema=0.5)),
         r"the state has no moving average .* ema=0\.5: create it",
+    ),
+    "a state of a similar optimizer": (
+        lambda: call(BATCH, shared("adam").init(PARAMS), build(optimizer=optax.adamw(0.1, mask={"w": False}))),
+        r"the state does not fit .* opt_state ",
+    ),
+    "moments of another dtype": (
+        lambda: call(BATCH, build(optimizer=optim.adam(0.1, moments_dtype=jnp.bfloat16)).init(PARAMS), moments()),
+        r"the state does not fit .* opt_state has bfloat16\[4\] at 0/mu/w, expected float32\[4\]; create",
+    ),
+    "an optimizer without state": (
+        lambda: call(BATCH, shared("adam").init(PARAMS)),
+        r"the state does not fit .* opt_state has 0/count, which the step does not use; create",
+    ),
+    "a state of another precision": (
+        lambda: call(BATCH, shared().init(PARAMS), shared(precision="bf16_params")),
+        r"the state does not fit this step: its parameter w is float32, but this step's precision has bfloat16",
+    ),
+    "an average of other params": (
+        lambda: call(BATCH, shared(ema=0.5).init(PARAMS)._replace(ema={"w": jnp.ones(5)}), shared(ema=0.5)),
+        r"the state does not fit this step: its ema has float32\[5\] at w, expected float32\[4\]; create",
+    ),
+    "two params of one name": (
+        lambda: build().init({"a/b": jnp.ones(4), "a": {"b": jnp.ones(4)}}),
+        r"params has two arrays of one name, \['a'\]\['b'\] and \['a/b'\]: rename a key",
     ),
     # The batch.
     "torch tensors": (

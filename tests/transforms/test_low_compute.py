@@ -138,7 +138,7 @@ def test_master_parameters_moments_and_gradients_are_float32():
 def test_inputs_are_rounded_and_model_state_is_not():
     def loss_fn(params, batch, rng, model_state):
         assert (params.dtype, batch.dtype, model_state.dtype) == (jnp.bfloat16, jnp.bfloat16, np.float32)
-        return jt.Loss.of(batch * params), {}, model_state + jnp.float32(2.0**-12)
+        return jt.Loss.of(batch[:, None] @ params[None]), {}, model_state + jnp.float32(2.0**-12)
 
     step = jt.train_step(loss_fn, optax.sgd(0.1), precision="bf16_compute")
     state, metrics = step(step.init(jnp.float32(1 + 2.0**-12), model_state=jnp.float32(1)), jnp.full(3, 1 + 2.0**-12))

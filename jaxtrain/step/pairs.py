@@ -1,0 +1,61 @@
+"""Recognize a loss of every pair of rows: predictions [B, 1] minus targets [B] are [B, B], silently.
+
+Written out, as `y[None, :]`, pairs are meant; what is recognized is NumPy's promotion of a rank, which JAX reports if
+asked. It is asked, by calling the loss once more, only if the total is a sum over [B, B].
+"""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.errors import warn_user
+from jaxtrain.step.means import traced_operation
+from jaxtrain.step.mistakes import location_of
+
+_MAX_OPERATIONS = 100
+_DIFFERENCES = ("subtract", "divide", "true_divide")
+
+
+def warn_of_pairs(loss_fn: Callable[..., Any], args: tuple[Any, ...], loss: Any) -> None:
+    """Warn of a traced loss that takes the difference of every pair of rows of the batch.
+
+    Args:
+      loss_fn: The loss function.
+      args: Its arguments (params, batch, …), traced.
+      loss: The `Loss` that it has returned for them.
+    """
+    rows = next((x.shape[0] for x in jax.tree.leaves(args[1]) if np.ndim(x)), 0)
+    if rows < 2 or not _sums_pairs(loss.total, rows):
+        return
+    with warnings.catch_warnings(record=True) as caught, jax.numpy_rank_promotion("warn"):
+        warnings.simplefilter("always")
+        loss_fn(*args)
+    for warning in caught:
+        found = re.search(r"rank promotion for (\w+) on shapes (\(.*\))\.", str(warning.message))
+        if found and found[1] in _DIFFERENCES and sorted(_shapes(found[2])) == [(rows,), (rows, 1)]:
+            warn_user(
+                f"{found[1]} of shapes {found[2]} in loss_fn at {location_of(loss_fn)} gives a loss for every pair of "
+                "rows: remove an axis, as in x[:, 0], or write y[None, :] if pairs are meant"
+            )
+            return
+
+
+def _sums_pairs(total: Any, rows: int) -> bool:
+    """Return whether a traced value is computed from one of shape [rows, rows], by the last operations."""
+    values, seen = [total], 0
+    while values and seen < _MAX_OPERATIONS:
+        name, inputs = traced_operation(values.pop(0))
+        if name is not None:
+            seen += 1
+            if any(np.shape(x) == (rows, rows) for x in inputs):
+                return True
+            values.extend(inputs)
+    return False
+
+
+def _shapes(text: str) -> list[tuple[int, ...]]:
+    return [tuple(int(n) for n in re.findall(r"\d+", shape)) for shape in re.findall(r"\([^)]*\)", text)]
