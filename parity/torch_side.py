@@ -123,7 +123,7 @@ def _run(
 ) -> Record:
     model = torch_fp8.converted(case, model.to(WHOLE.get(precision, torch.float32)), precision)
     copied = LowPrecisionCopy(model, COPY[precision]) if precision in COPY else None
-    optimizer = case.optimizer.torch(model.named_parameters())
+    optimizer = case.torch_optimizer(model)
     if variant.one_ulp is not None:
         nudge = _one_ulp_off(model, variant.one_ulp)
         nudge()

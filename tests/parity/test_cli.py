@@ -27,8 +27,8 @@ from parity.settings import Settings
 
 ROW = [
     *("name", "precision", "accumulate", "remat", "dropout", "optimizer", "steps", "seed", "passed", "loss_rel"),
-    *("grad_rel_max", "grad_worst", "param_rel_max", "error_ratio", "first_divergence", "stage", "diagnosis"),
-    *("unlocated", "faults", "notes", "not_exercised", "trajectory"),
+    *("grad_rel_max", "grad_worst", "param_rel_max", "error_ratio", "tensor_worst", "tensor_ratio"),
+    *("first_divergence", "stage", "diagnosis", "unlocated", "faults", "notes", "not_exercised", "trajectory"),
 ]
 
 
@@ -63,6 +63,7 @@ def test_cases_that_pass_exit_0_and_are_written_as_json(tmp_path: Path, capsys: 
         assert (row["name"], row["precision"], row["accumulate"], row["remat"]) == ("mlp", precision, 2, "none")
         assert (row["optimizer"], row["steps"], row["seed"], row["passed"]) == ("AdamW", 3, 7, True)
         assert (row["error_ratio"] is None) == (precision == "fp64")
+        assert (row["tensor_ratio"] is None) == (row["tensor_worst"] is None) == (precision == "fp64")
         assert row["first_divergence"] is None
 
 
