@@ -41,7 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     from benchmarks.suites import SUITES
 
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Time training steps of JAX and PyTorch on the same work."
+        prog="python -m benchmarks",
+        description="Time training steps of JAX and PyTorch on the same work.",
+        allow_abbrev=False,
     )
     parser.add_argument("suite", nargs="?", default="cpu", help=f"one of {', '.join(SUITES)} (default: cpu)")
     for flag in ("workload", "precision"):

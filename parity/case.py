@@ -144,4 +144,27 @@ class Case:
     def batches(self, seed: int, steps: int) -> Iterator[Batch]:
         """Yield an effective batch for each step; the same batches for the same seed."""
         for step in range(steps):
-            yield self.batch(int(np.random.SeedSequence([seed, step]).generate_state(1)[0]), self.rows)
+            batch = self.batch(int(np.random.SeedSequence([seed, step]).generate_state(1)[0]), self.rows)
+            if not step:
+                _check_batch(batch, self.rows)
+            yield batch
+
+
+def _check_batch(batch: Any, rows: int) -> None:
+    """Raise `UserError` if a batch is not of arrays by name, with the rows on the first axis."""
+    from jaxtrain.errors import UserError
+
+    if not isinstance(batch, Mapping) or not batch:
+        what = "an empty batch" if isinstance(batch, Mapping) else type(batch).__name__
+        raise UserError(f"batch returned {what}: return arrays by name, as {{'x': array}}")
+    for name, x in batch.items():
+        if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiubc":
+            kind = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
+            raise UserError(f"{name} of the batch is {kind}: return NumPy arrays of numbers")
+        if x.shape[:1] != (rows,):
+            raise UserError(
+                f"{name} of the batch has shape {list(x.shape)}, not {rows} rows: put them on the first axis"
+            )
+        if x.dtype.kind == "f" and not np.isfinite(x).all():
+            value = x[~np.isfinite(x)].flat[0]
+            raise UserError(f"{name} of the batch has the value {value}: leave such rows out, or mask them")

@@ -26,13 +26,13 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from jaxtrain.cli import print_own_traceback
-from jaxtrain.errors import UserError, with_user_frames
+from jaxtrain.errors import UserError
 from parity.attestation import environment
 from parity.case import Case
 from parity.cases import CASES, SUMMARIES, case_of
 from parity.examination import Examination
 from parity.locate import STEPS, locate
+from parity.own_errors import own_error
 from parity.report import Result, bars, divergence, document, table, waiting
 from parity.run import examine, replay
 from parity.settings import PRECISIONS, Settings, settings_of, validate
@@ -89,9 +89,11 @@ def _answer(command: Callable[[argparse.Namespace, Console], int], options: argp
         print(f"parity: {error}", file=sys.stderr)
         return 2
     except Exception as error:
-        if options.debug or not print_own_traceback(with_user_frames(error)):
+        line = own_error(error)
+        if options.debug or line is None:
             raise
-        return 1
+        print(f"parity: {line}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("parity: interrupted", file=sys.stderr)
         return 130
