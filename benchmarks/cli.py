@@ -42,7 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     from benchmarks.suites import SUITES
 
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Time training steps of JAX and PyTorch on the same work."
+        prog="python -m benchmarks",
+        description="Time training steps of JAX and PyTorch on the same work.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"benchmarks of jaxtrain {jaxtrain.__version__}")
     parser.add_argument("suite", nargs="?", default="cpu", help=f"one of {', '.join(SUITES)} (default: cpu)")

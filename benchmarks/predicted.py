@@ -99,7 +99,9 @@ def figures(program: GpuProgram, flop_count: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile workloads and print their figures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.predicted", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.predicted", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
     parser.add_argument("workloads", nargs="+", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--device", default="h100", help="h100, h200 or a100 (default: h100)")
     parser.add_argument("--precision", default="bf16", help="policy (default: bf16)")

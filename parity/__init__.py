@@ -10,6 +10,7 @@ The map of the package. No module imports another in a circle (`tests/test_archi
     weights                  which PyTorch tensor each JAX parameter is
     bars, compare            the bars, and the verdict on two runs
     trajectory               rounding and chaos in long runs
+    torch_optimizers, frozen a recipe's optimizer, schedule and frozen parameters, for both sides
     settings, reference, examination   how both sides train; PyTorch's runs; the verdict with its runs
     progress                 what a check is doing, for whoever waits
     float64, low_precision   the comparison in float64, and in a lower precision
@@ -26,7 +27,7 @@ The map of the package. No module imports another in a circle (`tests/test_archi
     selftest                 whether this machine computes correctly, without PyTorch
     cases                    the built-in cases
     report, attestation, source   tables, JSON and HTML; versions and settings; lines of source
-    cli, pytest_plugin       the commands and the pytest marker
+    cli, own_errors, pytest_plugin   the commands, errors of a user's file, and the pytest marker
 """
 
 from parity.case import Case

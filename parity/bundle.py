@@ -19,7 +19,7 @@ from parity.case import Case
 from parity.low_precision import TRAININGS
 from parity.record import Record, Snapshot, Tensors
 from parity.reference import Reference, live_reference
-from parity.settings import Settings, in_double, validate
+from parity.settings import Settings, in_double, settings_of, validate
 
 FORMAT = 2
 INDEX = "bundle.json"
@@ -44,7 +44,7 @@ def record(case: Case, precisions: Sequence[str], folder: Path, **settings: Any)
     from parity.attestation import environment
     from parity.weights import with_tables
 
-    given, case = Settings(**settings), with_tables(case)
+    given, case = settings_of(case, **settings), with_tables(case)
     for precision in precisions:
         validate(case, precision, given)
     if (folder / INDEX).exists():

@@ -1,7 +1,7 @@
 """A case: one model in both frameworks, with its loss, batches and optimizer. Data only."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +42,10 @@ class Case:
       clip_norm: Bound of the global gradient norm; None does not clip.
       state_like: Pytree with the shapes of the JAX model state; None for a model without state.
       buffers: Table from the model state to PyTorch's buffers; None lets `parity.weights` propose it.
+      settings: Fields of `parity.settings.Settings` with which a check trains unless it is given others.
+      updates: Number of updates of the whole run, of which a check makes the first; None if the run has no length.
+      precision: The precision of the run; None if it is no run.
+      not_exercised: Lines on the settings of a run that no check of this case uses.
     """
 
     name: str
@@ -56,6 +60,10 @@ class Case:
     clip_norm: float | None
     state_like: Any = None
     buffers: "NameTable | None" = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    updates: int | None = None
+    precision: str | None = None
+    not_exercised: tuple[str, ...] = ()
 
     @classmethod
     def of_import(
@@ -124,7 +132,39 @@ class Case:
         _, table = self.tables
         return () if table is None else tuple(table.torch_order(self.state_like))
 
+    def torch_optimizer(self, model: "torch.nn.Module") -> "torch.optim.Optimizer":
+        """Return PyTorch's optimizer of a model's parameters."""
+        named = list(model.named_parameters())
+        if isinstance(self.optimizer, AdamW) or not self.optimizer.by_path:
+            return self.optimizer.torch(named)
+        table, _ = self.tables
+        paths = {name: path for path in table.params for name in table.only([path]).torch_order(self.params_like)}
+        return self.optimizer.torch(named, paths)
+
     def batches(self, seed: int, steps: int) -> Iterator[Batch]:
         """Yield an effective batch for each step; the same batches for the same seed."""
         for step in range(steps):
-            yield self.batch(int(np.random.SeedSequence([seed, step]).generate_state(1)[0]), self.rows)
+            batch = self.batch(int(np.random.SeedSequence([seed, step]).generate_state(1)[0]), self.rows)
+            if not step:
+                _check_batch(batch, self.rows)
+            yield batch
+
+
+def _check_batch(batch: Any, rows: int) -> None:
+    """Raise `UserError` if a batch is not of arrays by name, with the rows on the first axis."""
+    from jaxtrain.errors import UserError
+
+    if not isinstance(batch, Mapping) or not batch:
+        what = "an empty batch" if isinstance(batch, Mapping) else type(batch).__name__
+        raise UserError(f"batch returned {what}: return arrays by name, as {{'x': array}}")
+    for name, x in batch.items():
+        if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiubc":
+            kind = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
+            raise UserError(f"{name} of the batch is {kind}: return NumPy arrays of numbers")
+        if x.shape[:1] != (rows,):
+            raise UserError(
+                f"{name} of the batch has shape {list(x.shape)}, not {rows} rows: put them on the first axis"
+            )
+        if x.dtype.kind == "f" and not np.isfinite(x).all():
+            value = x[~np.isfinite(x)].flat[0]
+            raise UserError(f"{name} of the batch has the value {value}: leave such rows out, or mask them")

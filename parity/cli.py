@@ -27,24 +27,28 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 import jaxtrain
-from jaxtrain.cli import print_own_traceback
-from jaxtrain.errors import UserError, with_user_frames
+from jaxtrain.errors import UserError
 from parity.attestation import environment
 from parity.case import Case
 from parity.cases import CASES, SUMMARIES, case_of
 from parity.examination import Examination
 from parity.locate import STEPS, locate
+from parity.own_errors import own_error
 from parity.report import Result, bars, divergence, document, table, waiting
 from parity.run import examine, replay
-from parity.settings import PRECISIONS, Settings, validate
+from parity.settings import PRECISIONS, Settings, settings_of, validate
+
+PRECISION = ("fp64", "fp32")
+"""The precisions of a check by default."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0, 1 if something differs, 2 for wrong usage."""
     try:
-        options = _parser().parse_args(argv)
+        options, others = _parser().parse_known_args(argv)
     except SystemExit as stop:
         return int(stop.code or 0)
+    options.flags = others
     if options.command == "list":
         width = max(map(len, SUMMARIES))
         print("\n".join(f"{name:{width}}  {summary}" for name, summary in SUMMARIES.items()))
@@ -60,6 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _answer(commands[options.command], options)
 
 
+def _require_recipes(options: argparse.Namespace) -> None:
+    """Raise `UserError` if there are flags of no command, and no recipe whose fields they could be."""
+    named = options.cases if "cases" in options else [getattr(options, "case", "")]
+    if options.flags and not all("::" in name for name in named or [""]):
+        raise UserError(f"unrecognized arguments: {' '.join(options.flags)}")
+
+
 def _answer(command: Callable[[argparse.Namespace, Console], int], options: argparse.Namespace) -> int:
     """Run a command; report a mistake of the user in one line."""
     # A pipe has no width, and a table folded to a guessed width is hard to read.
@@ -71,6 +82,7 @@ def _answer(command: Callable[[argparse.Namespace, Console], int], options: argp
     if getattr(options, "debug", False):
         logging.basicConfig(level=logging.INFO)
     try:
+        _require_recipes(options)
         return command(options, console)
     except UserError as error:
         if options.debug:
@@ -78,9 +90,11 @@ def _answer(command: Callable[[argparse.Namespace, Console], int], options: argp
         print(f"parity: {error}", file=sys.stderr)
         return 2
     except Exception as error:
-        if options.debug or not print_own_traceback(with_user_frames(error)):
+        line = own_error(error)
+        if options.debug or line is None:
             raise
-        return 1
+        print(f"parity: {line}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("parity: interrupted", file=sys.stderr)
         return 130
@@ -104,8 +118,7 @@ def _record(options: argparse.Namespace, console: Console) -> int:
 
     with waiting(console, f"{options.case} in PyTorch"):
         case = case_of(options.case, **_case_options(options))
-        precisions = options.precision or ["fp64", "fp32"]
-        record(case, precisions, options.out, accumulate=options.accumulate, steps=options.steps, seed=options.seed)
+        record(case, options.precision or PRECISION, options.out, **_settings(options))
     console.print(
         f"{options.out} contains PyTorch's side of {case.name}: parity run {options.case} --bundle {options.out}"
     )
@@ -115,7 +128,7 @@ def _record(options: argparse.Namespace, console: Console) -> int:
 def _prove(options: argparse.Namespace, console: Console) -> int:
     from parity.weights import prove
 
-    case = _with_tables(case_of(options.case), console)
+    case = _with_tables(case_of(options.case, **_case_options(options)), console)
     with waiting(console, f"{case.name}: perturbing each tensor on both sides"):
         proof = prove(case)
     console.print(
@@ -154,7 +167,7 @@ def _replayed(options: argparse.Namespace, console: Console) -> list[Result]:
     case = case_of(options.cases[0], **_case_options(options))
     if case.name != bundle.case:
         raise UserError(f"{options.bundle} contains {bundle.case}, not {case.name}: name {bundle.case}")
-    settings = replace(bundle.settings, remat=options.remat)
+    settings = replace(bundle.settings, remat=settings_of(case, **_settings(options)).remat)
     precisions = options.precision or bundle.precisions
     return [_timed(case, p, settings, options, console, partial(_beside, bundle)) for p in precisions]
 
@@ -167,10 +180,12 @@ def _beside(bundle: Any, case: Case, precision: str, settings: Settings) -> Exam
 def _locate(options: argparse.Namespace, console: Console) -> int:
     start = time.perf_counter()
     with waiting(console, options.case):
-        found = locate(case_of(options.case, **_case_options(options)), seed=options.seed, steps=options.steps)
+        case = case_of(options.case, **_case_options(options))
+        settings = settings_of(case, **{"steps": STEPS, **_settings(options)})
+        found = locate(case, seed=settings.seed, steps=settings.steps)
     seconds = time.perf_counter() - start
     console.print(
-        f"{options.case} {'differs' if found else 'does not differ'} in {options.steps} steps, {seconds:.1f} s"
+        f"{options.case} {'differs' if found else 'does not differ'} in {settings.steps} steps, {seconds:.1f} s"
     )
     if found:
         console.print(divergence(found), soft_wrap=True)
@@ -178,7 +193,15 @@ def _locate(options: argparse.Namespace, console: Console) -> int:
 
 
 def _case_options(options: argparse.Namespace) -> dict[str, Any]:
-    return {} if options.dropout is None else {"dropout": options.dropout}
+    dropout = getattr(options, "dropout", None)
+    given = {} if dropout is None else {"dropout": dropout}
+    return {**given, "flags": options.flags} if options.flags else given
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that were given; those of a recipe, or the defaults, take the place of the others."""
+    found = {name: getattr(options, name, None) for name in ("accumulate", "remat", "steps", "seed")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _results(options: argparse.Namespace, console: Console) -> list[Result]:
@@ -186,17 +209,26 @@ def _results(options: argparse.Namespace, console: Console) -> list[Result]:
     with waiting(console, "importing"):
         cases = [case_of(name, **_case_options(options)) for name in options.cases or CASES]
     cases = [_with_tables(case, console) for case in cases]
-    checks = list(product(cases, options.precision or ["fp64", "fp32"]))
-    settings = Settings(options.accumulate, options.remat, options.steps, options.seed)
-    for case, precision in checks:
+    precisions = options.precision or PRECISION
+    cases = [_with_precision(case, precisions) for case in cases]
+    checks = [(case, p, settings_of(case, **_settings(options))) for case, p in product(cases, precisions)]
+    for case, precision, settings in checks:
         validate(case, precision, settings)
     results: list[Result] = []
-    for case, precision in checks:
+    for case, precision, settings in checks:
         if precision != "fp64" and any(_differs_in_float64(result, case) for result in results):
             console.print(f"{case.name} {precision} not run: {case.name} differs in fp64", markup=False)
         else:
             results.append(_timed(case, precision, settings, options, console, _live))
     return results
+
+
+def _with_precision(case: Case, precisions: Sequence[str]) -> Case:
+    """Return the case, with a line if none of its checks has the precision of its run."""
+    if case.precision is None or case.precision in precisions:
+        return case
+    line = f"precision {case.precision}" + f": add --precision {case.precision}" * (case.precision in PRECISIONS)
+    return replace(case, not_exercised=(*case.not_exercised, line))
 
 
 def _differs_in_float64(result: Result, case: Case) -> bool:
@@ -240,6 +272,8 @@ def _timed(
     console.print(f"{case.name} {precision} {'held' if verdict.passed else 'differs'} in {seconds:.1f} s")
     for fault in verdict.faults:
         console.print(f"  {fault}", markup=False, soft_wrap=True)
+    if verdict.worst_tensor:
+        console.print(f"  worst tensor: {verdict.worst_tensor}", markup=False, soft_wrap=True)
     for line in examination.notes:
         console.print(f"  note: {line}", markup=False, soft_wrap=True)
     for line in examination.not_exercised:
@@ -256,6 +290,9 @@ def _timed(
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"parity: {message}\n")
 
@@ -265,6 +302,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"parity of jaxtrain {jaxtrain.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("list", help="list the built-in cases")
+    own = "default: the recipe's own, or"
     run = commands.add_parser("run", help="train cases in PyTorch and in JAX, and compare")
     run.add_argument("cases", nargs="*", type=_case, metavar="CASE", help="default: all")
     run.add_argument(
@@ -273,11 +311,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_precisions,
         help="default fp64,fp32; also " + ", ".join(name for name in PRECISIONS if name not in ("fp64", "fp32")),
     )
-    run.add_argument(
-        "--accumulate", type=_at_least(1), default=1, metavar="K", help="micro-batches per accumulation window"
-    )
-    run.add_argument("--remat", default="none", metavar="P", help="JAX's rematerialization policy")
-    run.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="optimizer steps; default 20")
+    run.add_argument("--remat", metavar="P", help=f"JAX's rematerialization policy; {own} none")
     run.add_argument("--json", type=_writable, metavar="F", help="write the results as JSON")
     run.add_argument("--html", type=_writable, metavar="F", help="write the results as an HTML page")
     run.add_argument(
@@ -285,9 +319,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     locating = commands.add_parser("locate", help="find the first operation in which a case differs")
     locating.add_argument("case", type=_case, metavar="CASE")
-    locating.add_argument(
-        "--steps", type=_at_least(1), default=STEPS, metavar="N", help=f"optimizer steps; default {STEPS}"
-    )
+    locating.add_argument("--steps", type=_at_least(1), metavar="N", help=f"optimizer steps; default {STEPS}")
     proof = commands.add_parser("prove", help="prove that each tensor corresponds to the leaf named in the case")
     proof.add_argument("case", type=_case, metavar="CASE")
     proof.add_argument("--debug", action="store_true", help="show tracebacks and log messages")
@@ -295,10 +327,11 @@ def _parser() -> argparse.ArgumentParser:
     record.add_argument("case", type=_case, metavar="CASE")
     record.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder without a bundle")
     record.add_argument("--precision", action="extend", type=_precisions, help="default fp64,fp32")
-    record.add_argument(
-        "--accumulate", type=_at_least(1), default=1, metavar="K", help="micro-batches per accumulation window"
-    )
-    record.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="optimizer steps; default 20")
+    for command in (run, record):
+        command.add_argument(
+            "--accumulate", type=_at_least(1), metavar="K", help=f"micro-batches per accumulation window; {own} 1"
+        )
+        command.add_argument("--steps", type=_at_least(1), metavar="N", help="optimizer steps; default 20")
     bugs = commands.add_parser("mutate", help="plant known bugs one at a time and check that each is found")
     bugs.add_argument(
         "names", nargs="*", metavar="NAME", help="or FILE.py::FACTORY, for an imported module; default: all"
@@ -316,9 +349,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--dropout", type=_rate, metavar="P", help="dropout rate, with the same masks on both sides; default 0"
         )
-        command.add_argument(
-            "--seed", type=_at_least(0), default=0, metavar="S", help="seed of weights and data; default 0"
-        )
+        command.add_argument("--seed", type=_at_least(0), metavar="S", help=f"seed of weights and data; {own} 0")
         command.add_argument("--debug", action="store_true", help="show tracebacks and log messages")
     return parser
 

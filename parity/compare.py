@@ -10,10 +10,30 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from parity.bars import FEW_ULPS, FIRST_BAR, LAST_BAR, NEGLIGIBLE, RATIO_BAR, SINGLE, UNSTABLE
+from parity.bars import FEW_ULPS, FIRST_BAR, LAST_BAR, NEGLIGIBLE, RATIO_BAR, SINGLE, UNSTABLE, tensor_bar
 from parity.divergence import Divergence
 from parity.record import Record, Snapshot, Tensors
 from parity.trajectory import JUDGED, Trajectory, trajectory
+
+
+@dataclass(frozen=True)
+class TensorRatio:
+    """The distance of one tensor from the float64 truth, in units of PyTorch's own.
+
+    Attributes:
+      what: Which tensor: the gradient of a parameter in the first update, or a buffer after the last.
+      ratio: The ratio, of several trainings the median.
+      bar: The largest ratio that holds.
+      elements: Number of elements.
+    """
+
+    what: str
+    ratio: float
+    bar: float
+    elements: int
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.ratio:.3g} times as far from the float64 truth as PyTorch's"
 
 
 @dataclass(frozen=True)
@@ -28,6 +48,7 @@ class Verdict:
       error_ratio: Distance to the float64 truth over PyTorch's own, the worst of losses, first gradient, last
         parameters and last buffers; None in float64.
       faults: A line for each check that failed; empty if the case holds.
+      tensors: The same ratio of single tensors; empty in float64.
       first_divergence: Where the programs first differ, if that was requested and found.
       stage: The stage of the training step at fault, in one line.
       diagnosis: The convention that explains the difference and the change to make.
@@ -41,6 +62,7 @@ class Verdict:
     param_rel_max: float
     error_ratio: float | None
     faults: tuple[str, ...]
+    tensors: tuple[TensorRatio, ...] = field(default=(), compare=False)
     first_divergence: Divergence | None = None
     stage: str | None = None
     diagnosis: str | None = None
@@ -51,6 +73,11 @@ class Verdict:
     def passed(self) -> bool:
         """Whether every check holds."""
         return not self.faults
+
+    @property
+    def worst_tensor(self) -> TensorRatio | None:
+        """The tensor whose ratio is largest beside its bar; None in float64."""
+        return max(self.tensors, key=lambda tensor: tensor.ratio / tensor.bar, default=None)
 
     @property
     def lines(self) -> list[str]:
@@ -98,8 +125,10 @@ def same_precision(
 ) -> Verdict:
     """Return the verdict on low-precision runs: JAX may be at most `bar` times as far from the truth as PyTorch.
 
-    All runs must overflow at the same steps and change the loss scale alike. PyTorch's distance counts as no less than
-    two units in the last place of float32 (`parity.bars.FEW_ULPS`).
+    Losses, gradients, parameters and buffers are each judged as a whole; `by_tensor` judges the ratios of single
+    tensors, which this returns, over several trainings. All runs must overflow at the same steps and change the loss
+    scale alike. PyTorch's distance counts as no less than two units in the last place of float32
+    (`parity.bars.FEW_ULPS`).
 
     Args:
       ours: JAX's run.
@@ -125,7 +154,47 @@ def same_precision(
         faults.append(f"loss scale after step {step}: {ours.scales[step]:g}, PyTorch's {theirs[0].scales[step]:g}")
     own = np.maximum.accumulate(_along(theirs[0], truth))
     course = _course(ours, theirs[0], one_ulp, (RATIO_BAR - 1) * np.maximum(own, SINGLE))
-    return replace(_verdict(ours, theirs[0], truth, max(ratios.values()), faults), trajectory=course)
+    verdict = _verdict(ours, theirs[0], truth, max(ratios.values()), faults)
+    return replace(verdict, trajectory=course, tensors=_tensor_ratios(ours, theirs, truth))
+
+
+def by_tensor(verdict: Verdict, trainings: Sequence[Sequence[TensorRatio]]) -> Verdict:
+    """Return the verdict with each tensor's median ratio over several trainings, and a fault if one is over its bar.
+
+    A tensor of few numbers hides behind the rounding of the others: each is judged by itself. Rounding has discrete
+    consequences, such as one ReLU input on the other side of zero. They meet another tensor in each training, while a
+    lack of precision meets the same one. Parameters are judged as a whole alone: where rounding turns around the small
+    gradient of an element, the optimizer makes a full step of it, which moves single tensors of correct runs up to 84
+    times as far from the truth as PyTorch's.
+
+    Args:
+      verdict: A verdict of `same_precision`.
+      trainings: `Verdict.tensors` of each training.
+
+    Returns:
+      The verdict.
+
+    >>> def w(ratio):
+    ...     return [TensorRatio("gradient of w", ratio, 2.0, 100)]
+    >>> held = Verdict(0.0, 0.0, "w", 0.0, 1.0, ())
+    >>> by_tensor(held, [w(9.0), w(1.0), w(1.5)]).worst_tensor.ratio
+    1.5
+    >>> by_tensor(held, [w(9.0)]).faults
+    ("gradient of w: 9 times as far from the float64 truth as PyTorch's, over 2",)
+    """
+    tensors = tuple(
+        replace(
+            of[0],
+            ratio=float(np.median([tensor.ratio for tensor in of])),
+            bar=tensor_bar(of[0].elements, len(trainings)),
+        )
+        for of in zip(*trainings, strict=True)
+    )
+    judged = replace(verdict, tensors=tensors)
+    worst = judged.worst_tensor
+    if worst is None or worst.ratio <= worst.bar:
+        return judged
+    return replace(judged, faults=(*verdict.faults, f"{worst}, over {worst.bar:.2g}"))
 
 
 def median(verdicts: Sequence[Verdict]) -> Verdict:
@@ -299,6 +368,23 @@ def _rounding(truth: Record) -> dict[str, float]:
     """The distances of `_errors` that float32 explains; 0 for parameters, whose updates are smaller than they are."""
     sizes = {"losses": _size(_losses(truth)), "first gradient": _size(truth.grads)}
     return {what: FEW_ULPS * sizes.get(what, 0.0) for what in _errors(truth, truth)}
+
+
+def _tensor_ratios(ours: Record, theirs: Sequence[Record], truth: Record) -> tuple[TensorRatio, ...]:
+    """The distances of single tensors from the truth, in units of PyTorch's.
+
+    A gradient that is zero in mathematics is measured in units of PyTorch's distance of the whole gradient.
+    """
+    found = []
+    for what, tensors_of in {"gradient": lambda run: run.grads, "buffer": lambda run: run.last.buffers}.items():
+        true, size = tensors_of(truth), _norm(tensors_of(truth).values())
+        whole = max(_rms(tensors_of(run), true) for run in theirs) if true else 0.0
+        for name, x in true.items():
+            noise = [_rms(tensors_of(run), {name: x}) for run in theirs]
+            floor = whole if _norm([x]) <= NEGLIGIBLE * size else FEW_ULPS * _size({name: x})
+            ratio = _ratio(_rms(tensors_of(ours), {name: x}), max(floor, *noise))
+            found.append(TensorRatio(f"{what} of {name}", ratio, RATIO_BAR, x.size))
+    return tuple(found)
 
 
 def _worst(distances: dict[str, float]) -> tuple[str, float]:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from parity.bars import FP8_RATIO_BAR, RATIO_BAR
 from parity.case import Case
 from parity.compare import Verdict, same_meaning, same_precision
@@ -43,7 +45,12 @@ def program_of(case: Case, precision: str, settings: Settings) -> "Program":
 
 
 def train(case: Case, program: "Program", settings: Settings, reference: Reference) -> Examination:
-    """Train in JAX and compare with PyTorch's side."""
+    """Train in JAX and compare with PyTorch's side.
+
+    Raises:
+      UserError: PyTorch's loss is inf or NaN in float64.
+    """
+    _check_finite(case, settings, reference.truth)
     ours = program.run(case, reference.weights, steps=settings.steps, seed=settings.seed)
     if in_double(program.precision):
         return judge(ours, reference)
@@ -57,3 +64,14 @@ def judge(ours: Record, reference: Reference) -> Examination:
     """Compare two float64 runs."""
     theirs = reference.theirs
     return Examination(same_meaning(ours, theirs, reference.one_ulp), ours, theirs, reference.truth)
+
+
+def _check_finite(case: Case, settings: Settings, truth: Record) -> None:
+    """Nothing can be compared with a loss that is inf or NaN in PyTorch itself."""
+    from jaxtrain.errors import UserError
+
+    for step in np.flatnonzero(~np.isfinite(truth.losses))[:1]:
+        *_, batch = case.batches(settings.seed, int(step) + 1)
+        nan = [name for name, x in batch.items() if x.dtype.kind == "f" and np.isnan(x).any()]
+        why = f"{nan[0]} of the batch has NaN: leave such rows out" if nan else "look for a division, log or root by 0"
+        raise UserError(f"PyTorch's loss is {truth.losses[step]} in step {step + 1}, in float64 too: {why}")

@@ -4,17 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-import optax
-
 from jaxtrain import optim
 from jaxtrain.errors import UserError
-from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss, LossFn
 from parity import default_loss
 from parity.case import Batch, Case
 from parity.example_batches import Example
+from parity.frozen import frozen_too, without_frozen
 from parity.optimizer import AdamW, Optimizer
 
 if TYPE_CHECKING:
@@ -49,10 +45,10 @@ def imported_case(
         model,
         torch_model=torch_model or model.to_torch,
         torch_loss=torch_loss or _torch_loss(model, example),
-        loss_fn=_without_frozen(loss_fn or _loss_fn(model, example), model.frozen),
+        loss_fn=without_frozen(loss_fn or _loss_fn(model, example), model.frozen),
         batch=batch or example.batch,
         rows=rows or example.rows or 1,
-        optimizer=_frozen_too(optimizer or _decaying_matrices(AdamW(lr=1e-3), model), model.frozen),
+        optimizer=frozen_too(optimizer or _decaying_matrices(AdamW(lr=1e-3), model), model.frozen),
         clip_norm=clip_norm,
     )
 
@@ -93,17 +89,6 @@ def _loss_fn(model: "ImportedModel", example: Example) -> LossFn:
     return loss_fn
 
 
-def _without_frozen(loss_fn: LossFn, frozen: Frozen) -> LossFn:
-    """Return a loss without a gradient of the parameters that have none in PyTorch."""
-    if frozen is none_frozen:
-        return loss_fn
-
-    def with_constants(params: Any, *rest: Any) -> Any:
-        return loss_fn({key: jax.lax.stop_gradient(x) if frozen(key) else x for key, x in params.items()}, *rest)
-
-    return with_constants
-
-
 def _decaying_matrices(adamw: AdamW, model: "ImportedModel") -> Optimizer:
     """Return an optimizer with two parameter groups, of which only that of the matrices decays, as in runs."""
 
@@ -115,21 +100,7 @@ def _decaying_matrices(adamw: AdamW, model: "ImportedModel") -> Optimizer:
             {"params": [x for x in named if x[1].ndim >= 2]},
             {"params": [x for x in named if x[1].ndim < 2], "weight_decay": 0.0},
         ]
-        return AdamW(parts, **asdict(adamw))
+        return AdamW([part for part in parts if part["params"]], **asdict(adamw))
 
     ours = optim.adamw(adamw.lr, *adamw.betas, adamw.eps, adamw.weight_decay, mask=optim.all_but(model.no_decay))
     return Optimizer(adamw.name, groups, ours, adamw.moments)
-
-
-def _frozen_too(optimizer: AdamW | Optimizer, frozen: Frozen) -> AdamW | Optimizer:
-    """Return an optimizer that leaves frozen parameters as they are, as PyTorch's does without a gradient."""
-    if frozen is none_frozen:
-        return optimizer
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        del params
-        return {key: jnp.zeros_like(x) if frozen(key) else x for key, x in updates.items()}, state
-
-    kept = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
-    chained = optax.chain(optimizer.jax, kept)
-    return Optimizer(optimizer.name, optimizer.torch, chained, optimizer.moments, optimizer.scheduler)

@@ -180,9 +180,16 @@ def from_torch(case: Case, weights: Tensors) -> tuple[Any, Any]:
 
 
 def arrays(tree: Any, precision: str) -> Any:
-    """Return `tree` as JAX arrays: floating ones in float32, or float64 for fp64, others in int32."""
-    dtype = np.float64 if in_double(precision) else np.float32
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else np.int32), tree)
+    """Return `tree` as JAX arrays: floating and complex ones in 32 bits, or 64 for fp64, others in int32."""
+    double = in_double(precision)
+    real, complex_ = (np.float64, np.complex128) if double else (np.float32, np.complex64)
+
+    def array(x: Any) -> jax.Array:
+        if np.issubdtype(x.dtype, np.complexfloating):
+            return jnp.asarray(x, complex_)
+        return jnp.asarray(x, real if np.issubdtype(x.dtype, np.floating) else np.int32)
+
+    return jax.tree.map(array, tree)
 
 
 def observe(case: Case, state: jaxtrain.TrainState) -> tuple[Tensors, Snapshot]:

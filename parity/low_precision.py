@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from parity.case import Case
-from parity.compare import median
+from parity.compare import by_tensor, median
 from parity.examination import Examination, train
 from parity.reference import Reference
 from parity.settings import Settings
@@ -26,12 +26,20 @@ def repeated(
         own = replace(settings, seed=settings.seed + i)
         return train(case, program, own, reference(own))
 
-    examination = training(0)
+    first = training(0)
+    examination = _judged(first, [first])
     if examination.verdict.passed:
         return examination
     # Rounding has discrete consequences: with one ReLU input on the other side of zero, a run may be a hundred times
     # farther from the truth. A lack of precision shows in every training, such a coincidence in few.
-    return _median([examination, *map(training, range(1, TRAININGS))])
+    trainings = [first, *map(training, range(1, TRAININGS))]
+    return _judged(_median(trainings), trainings)
+
+
+def _judged(examination: Examination, trainings: Sequence[Examination]) -> Examination:
+    """The examination with its single tensors judged over the trainings."""
+    verdict = by_tensor(examination.verdict, [training.verdict.tensors for training in trainings])
+    return replace(examination, verdict=verdict)
 
 
 def _median(examinations: Sequence[Examination]) -> Examination:

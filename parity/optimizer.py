@@ -25,13 +25,16 @@ class Optimizer:
       moments: From the name of a parameter's state in PyTorch's `optimizer.state` to the field of the state of `jax`
         that must equal it.
       scheduler: From PyTorch's optimizer to its scheduler, which steps after every applied update; None for none.
+      by_path: Whether `torch` also takes a mapping from the parameters' names to their paths in JAX, by which
+        parameter groups may be defined.
     """
 
     name: str
-    torch: "Callable[[Named], TorchOptimizer]"
+    torch: "Callable[..., TorchOptimizer]"
     jax: "optax.GradientTransformation"
     moments: Mapping[str, str] = field(default_factory=dict)
     scheduler: "Callable[[TorchOptimizer], Any] | None" = None
+    by_path: bool = False
 
 
 @dataclass(frozen=True)

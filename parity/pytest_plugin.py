@@ -66,10 +66,10 @@ def _checked(case: Any, precision: str, settings: dict[str, Any]) -> tuple[dict[
     """The check as a row of `parity run --json`, and the lines of what differs."""
     from parity.report import Result, row
     from parity.run import examine
-    from parity.settings import Settings
+    from parity.settings import settings_of
 
     examination = examine(case, precision, locate=True, **settings)
-    return row(Result(case, precision, Settings(**settings), examination)), examination.verdict.lines
+    return row(Result(case, precision, settings_of(case, **settings), examination)), examination.verdict.lines
 
 
 class _Summary:

@@ -15,7 +15,7 @@ from parity.low_precision import repeated
 from parity.placing import arises, place
 from parity.progress import Listener, report, reported_to
 from parity.reference import Reference, live_reference
-from parity.settings import EXACT, FP8, Settings, in_double, validate
+from parity.settings import EXACT, FP8, Settings, in_double, left_out, settings_of, validate
 
 if TYPE_CHECKING:
     from parity.jax_side import Program
@@ -40,7 +40,7 @@ def check(
         explains it. In fp64, a case whose gradient is always or never clipped is trained with another bound as well,
         and selections of which only one side was taken are listed.
       progress: Called with a line for each stage of the check and each update, for example `print`.
-      **settings: Fields of `Settings`.
+      **settings: Fields of `Settings`; those of the case by default (`Case.settings`).
 
     Returns:
       The verdict.
@@ -80,26 +80,34 @@ def examine(case: Case, precision: str = "fp64", *, locate: bool = False, **sett
     """Run `check` and return its runs as well."""
     from parity.weights import completed
 
-    given = Settings(**settings)
+    given = settings_of(case, **settings)
     validate(case, precision, given)
     report(f"{precision}: matching weights")
     case, notes = completed(case)
     examination = _EXAMINE.get(precision, _examine_low_precision)(case, precision, locate, given)
-    return replace(examination, notes=(*notes, *examination.notes))
+    unused = left_out(case, given)
+    return replace(
+        examination,
+        notes=(*notes, *examination.notes),
+        not_exercised=(*unused, *examination.not_exercised),
+    )
 
 
 def replay(case: Case, precision: str, reference: Callable[[Settings], Reference], **settings: Any) -> Examination:
     """Compare JAX with a recorded run of PyTorch (`parity.bundle`); PyTorch need not be installed."""
-    given = Settings(**settings)
+    given = settings_of(case, **settings)
     validate(case, precision, given)
     if not case.has_tables:
         from parity.weights import with_tables  # proposes them with PyTorch, which a replay may do without
 
         case = with_tables(case)
     program = program_of(case, precision, given)
-    if not in_double(precision):
-        return repeated(case, program, given, reference)
-    return train(case, program, given, reference(given))
+    examination = (
+        train(case, program, given, reference(given))
+        if in_double(precision)
+        else repeated(case, program, given, reference)
+    )
+    return replace(examination, not_exercised=left_out(case, given))
 
 
 def _examine_float64(case: Case, precision: str, locate: bool, settings: Settings) -> Examination:

@@ -1,6 +1,7 @@
 """How both sides of a check train."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from parity.case import Case
 
@@ -53,6 +54,25 @@ class Settings:
     seed: int = 0
 
 
+def settings_of(case: Case, **given: Any) -> Settings:
+    """Return the settings of a check: those given, else the case's own, else the defaults.
+
+    >>> from parity.cases import CASES
+    >>> settings_of(CASES["mlp"](), accumulate=2)
+    Settings(accumulate=2, remat='none', steps=20, seed=0)
+    """
+    return Settings(**{**case.settings, **given})
+
+
+def left_out(case: Case, settings: Settings) -> tuple[str, ...]:
+    """Return a line for each setting of a case's run that a check with these settings does not use."""
+    own = {name: case.settings.get(name) for name in ("accumulate", "remat")}
+    others = [f"{name} {own[name]}" for name in own if own[name] not in (None, getattr(settings, name))]
+    if case.updates is not None and case.optimizer.scheduler is not None and settings.steps < case.updates:
+        others.append(f"the schedule after update {settings.steps} of {case.updates}")
+    return (*case.not_exercised, *others)
+
+
 def validate(case: Case, precision: str, settings: Settings) -> None:
     """Raise `UserError` for the first setting that does not fit the case."""
     from jaxtrain.errors import UserError
@@ -63,6 +83,8 @@ def validate(case: Case, precision: str, settings: Settings) -> None:
         raise UserError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
     if settings.steps < 1:
         raise UserError(f"steps must be at least 1, got {settings.steps}")
+    if case.updates is not None and case.optimizer.scheduler is not None and settings.steps > case.updates:
+        raise UserError(f"steps must be at most {case.updates}, those of {case.name}, got {settings.steps}")
     if k < 1 or rows % k:
         divisors = ", ".join(str(k) for k in range(1, rows + 1) if rows % k == 0)
         raise UserError(f"the {rows} rows of {case.name} are not divisible by accumulate {k}: use one of {divisors}")

@@ -121,9 +121,9 @@ def _run(
     variant: Variant,
     watch: Callable[[Step], None] | None,
 ) -> Record:
-    model = torch_fp8.converted(case, model.to(WHOLE.get(precision, torch.float32)), precision)
+    model = torch_fp8.converted(case, in_dtype(model, WHOLE.get(precision, torch.float32)), precision)
     copied = LowPrecisionCopy(model, COPY[precision]) if precision in COPY else None
-    optimizer = case.optimizer.torch(model.named_parameters())
+    optimizer = case.torch_optimizer(model)
     if variant.one_ulp is not None:
         nudge = _one_ulp_off(model, variant.one_ulp)
         nudge()
@@ -193,12 +193,20 @@ def _lifted(precision: str) -> AbstractContextManager[Any]:
     return lifted
 
 
-def _checked(returned: Any) -> tuple[torch.Tensor, int]:
+def _checked(returned: Any) -> tuple[torch.Tensor, Any]:
     match returned:
-        case (torch.Tensor(shape=()) as total, weight):
+        case (torch.Tensor(shape=()) as total, int() | float() | torch.Tensor(shape=()) | np.number() as weight):
+            if not total.requires_grad:
+                raise UserError("the total of torch_loss does not depend on the model's parameters: return their loss")
+            if not weight > 0:
+                raise UserError(f"torch_loss returned the weight {weight:g}: return one above 0, as the number of rows")
             return total, weight
+        case (torch.Tensor(shape=()), weight):
+            raise UserError(f"torch_loss returned a weight that is a {type(weight).__name__}: return a number")
         case (torch.Tensor(shape=shape), _):
             raise UserError(f"torch_loss returned a total of shape {list(shape)}: return the sum, a scalar")
+        case (total, _):
+            raise UserError(f"torch_loss returned a total that is a {type(total).__name__}: return a tensor")
     raise UserError(f"torch_loss returned {type(returned).__name__}: return (total, weight)")
 
 
@@ -284,10 +292,29 @@ def seeded_model(case: Case, seed: int) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = case.torch_model()
+        if not isinstance(model, torch.nn.Module):
+            raise UserError(f"torch_model returned {type(model).__name__}: return a torch.nn.Module")
+        for name, p in model.named_parameters():
+            if p.is_complex():
+                raise UserError(
+                    f"the parameter {name} is complex, which is not compared: store torch.view_as_real of it, and use "
+                    "torch.view_as_complex in forward"
+                )
         # A model in training mode may have parts in evaluation mode, such as a frozen BatchNorm.
         model = model if model.training else model.train()
     clear_caches(model)
     return model
+
+
+def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Convert a model in place, as `model.to(dtype)`, which would drop the imaginary parts of complex buffers."""
+    return model._apply(lambda x: x.to(_dtype(x, dtype)))
+
+
+def _dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    if x.is_complex():
+        return torch.complex128 if dtype == torch.float64 else torch.complex64
+    return dtype if x.is_floating_point() else x.dtype
 
 
 @contextmanager
@@ -342,7 +369,7 @@ def _windows(
 def tensor(array: np.ndarray, precision: str) -> torch.Tensor:
     """`array` as a contiguous tensor, floating ones in the dtype that a whole model is converted to for `precision`."""
     x = torch.from_numpy(np.asarray(array, order="C"))
-    return x.to({**WHOLE, **COPY}.get(precision, torch.float32)) if x.is_floating_point() else x
+    return x.to(_dtype(x, {**WHOLE, **COPY}.get(precision, torch.float32)))
 
 
 def _check_alike(weights: set[int], case: Case) -> None:

@@ -21,6 +21,7 @@ from jaxtrain.interop.names import Layout as Layout
 from jaxtrain.interop.names import StoredLeaf as StoredLeaf
 from jaxtrain.interop.names import leaves as leaves
 from jaxtrain.interop.names import unflatten as unflatten
+from jaxtrain.interop.optimizer_state import MOMENTS as MOMENTS
 from jaxtrain.interop.torch_file import StoredTensor as StoredTensor
 from jaxtrain.interop.torch_file import read_torch, write_torch
 from jaxtrain.interop.torch_optimizer import OPTIMIZER_CLASSES as OPTIMIZER_CLASSES

@@ -149,6 +149,8 @@ class Task:
     """PyTorch's parameter names, in the order of its model; required for importing and exporting checkpoints."""
     buffers: NameTable | None = None
     """PyTorch's names of the arrays in `model_state`."""
+    imported: Any = None
+    """The model of `from_torch` whose `task` this is: its module is PyTorch's side of `parity run`."""
 
     def __post_init__(self) -> None:
         check_fields(self)

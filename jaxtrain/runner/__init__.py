@@ -18,7 +18,10 @@ from jaxtrain.runner.lock import check_free as check_free
 from jaxtrain.runner.loop import Outcome as Outcome
 from jaxtrain.runner.loop import run_training as run_training
 from jaxtrain.runner.loss_scales import loss_scale as loss_scale
+from jaxtrain.runner.optimizer import defines_optimizer as defines_optimizer
+from jaxtrain.runner.optimizer import frozen as frozen
 from jaxtrain.runner.optimizer import optimizer_expression as optimizer_expression
+from jaxtrain.runner.optimizer import recipe_optimizer as recipe_optimizer
 from jaxtrain.runner.optimizer import schedule_call as schedule_call
 from jaxtrain.runner.optimizer import state_shapes as state_shapes
 from jaxtrain.runner.optimizer import training_step as training_step

@@ -40,7 +40,7 @@ def training_step(recipe: Recipe, task: Task) -> TrainStep:
     """
     step = train_step(
         task.loss_fn,
-        optimizer(recipe, task.no_decay or no_decay),
+        recipe_optimizer(recipe, task.no_decay or no_decay),
         precision=run_policy(recipe),
         accumulate=recipe.accumulate,
         clip_norm=recipe.clip_norm,
@@ -133,16 +133,19 @@ def defines_optimizer(recipe: Recipe) -> bool:
     return type(recipe).make_optimizer is not Recipe.make_optimizer
 
 
-def optimizer(recipe: Recipe, exempt: Callable[[str], bool] = no_decay) -> optax.GradientTransformationExtraArgs:
+def recipe_optimizer(recipe: Recipe, exempt: Callable[[str], bool] = no_decay) -> optax.GradientTransformationExtraArgs:
     """Build the recipe's optimizer.
 
     Args:
       recipe: The settings of the run.
-      exempt: Predicate on paths: whether a parameter does not decay, if the setting does not say.
+      exempt: Predicate on paths: whether a parameter does not decay, if the setting defines no groups and no mask.
     """
     if defines_optimizer(recipe):
         return optax.with_extra_args_support(_made(recipe))
-    return build_expression(optimizer_expression(recipe), OPTIMIZERS, {"mask": partial(decay_mask, exempt)})
+    expression = optimizer_expression(recipe)
+    # The parameters of a group have the weight decay that the group says.
+    defaults = {"mask": partial(decay_mask, exempt)} if isinstance(expression, Call) else {}
+    return build_expression(expression, OPTIMIZERS, defaults)
 
 
 def _made(recipe: Recipe) -> optax.GradientTransformation:

@@ -236,7 +236,7 @@ class GraphModel:
             state_names=self.state_names,
             frozen=self.frozen,
             no_decay=self.no_decay,
-            fields={"sharding": self.sharding, **fields},
+            fields={"sharding": self.sharding, "imported": self, **fields},
         )
 
     def _leaves(self, batch: Any) -> list[jax.Array]:

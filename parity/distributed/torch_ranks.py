@@ -53,7 +53,7 @@ def _train(training: Training) -> Record:
     case, k, precision = training.case(), training.accumulate, training.precision
     model = seeded_model(case, training.seed).to(WHOLE.get(precision, torch.float32))
     called, accumulating = _distributed(model, training.mesh)
-    optimizer = case.optimizer.torch(model.named_parameters())
+    optimizer = case.torch_optimizer(model)
     scheduler = None if case.optimizer.scheduler is None else case.optimizer.scheduler(optimizer)
     scaler = _scaler(training.scaling, precision)
     autocast = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()

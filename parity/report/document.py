@@ -25,6 +25,7 @@ def document_of_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def row(result: Result) -> dict[str, Any]:
     """Return one check as a row of the document."""
     verdict, first, course = result.verdict, result.verdict.first_divergence, result.verdict.trajectory
+    worst = verdict.worst_tensor
     return {
         "name": result.case.name,
         "precision": result.precision,
@@ -40,6 +41,8 @@ def row(result: Result) -> dict[str, Any]:
         "grad_worst": verdict.grad_worst,
         "param_rel_max": _finite(verdict.param_rel_max),
         "error_ratio": _finite(verdict.error_ratio),
+        "tensor_worst": None if worst is None else worst.what,
+        "tensor_ratio": None if worst is None else _finite(worst.ratio),
         "first_divergence": None if first is None else {"torch": first.torch, "jax_source": first.jax_source},
         "stage": verdict.stage,
         "diagnosis": verdict.diagnosis,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from parity.compare import relative
+from parity.compare import TensorRatio, relative
 from parity.divergence import Divergence, Line
 from parity.report.result import Result
 from parity.settings import BF16_PARAMS, EXACT, FP8, in_double
@@ -50,7 +50,8 @@ class PageCase:
     The losses have shape [steps], the scales [steps + 1]. `grad_errors` are the relative distances of JAX's first
     gradient from the reference, by parameter in the model's order. The reference is PyTorch in fp64 and the float64
     truth in lower precisions, where `torch_grad_errors` are PyTorch's own distances. `floor` is the rounding of the
-    precision, greater than 0. `dropout` is the rate, if one was requested.
+    precision, greater than 0. `dropout` is the rate, if one was requested;
+    `tensor_worst` is that of the verdict.
     """
 
     name: str
@@ -77,6 +78,8 @@ class PageCase:
     difference: Difference | None
     trajectory: Trajectory | None = None
     dropout: float | None = None
+    tensor_worst: TensorRatio | None = None
+    not_exercised: tuple[str, ...] = ()
 
 
 def page_case(result: Result) -> PageCase:
@@ -106,6 +109,8 @@ def page_case(result: Result) -> PageCase:
         floor=FLOORS[result.precision],
         difference=_difference(verdict.first_divergence),
         trajectory=verdict.trajectory,
+        tensor_worst=verdict.worst_tensor,
+        not_exercised=result.examination.not_exercised,
     )
 
 

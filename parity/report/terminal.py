@@ -14,7 +14,8 @@ def bars() -> str:
     """Return the bars of a check in one line."""
     return (
         f"fp64: within {FIRST_BAR:.0e} of PyTorch after one update, {LAST_BAR:.0e} after the last. "
-        f"Lower: at most {RATIO_BAR:g} times as far from float64 as PyTorch, in fp8 {FP8_RATIO_BAR:g} times."
+        f"Lower: at most {RATIO_BAR:g} times as far from float64 as PyTorch, in fp8 {FP8_RATIO_BAR:g} times, and "
+        f"{RATIO_BAR:g} times in each gradient and buffer."
     )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 import traceback
@@ -27,8 +28,8 @@ from parity.settings import Settings
 
 ROW = [
     *("name", "precision", "accumulate", "remat", "dropout", "optimizer", "steps", "seed", "passed", "loss_rel"),
-    *("grad_rel_max", "grad_worst", "param_rel_max", "error_ratio", "first_divergence", "stage", "diagnosis"),
-    *("unlocated", "faults", "notes", "not_exercised", "trajectory"),
+    *("grad_rel_max", "grad_worst", "param_rel_max", "error_ratio", "tensor_worst", "tensor_ratio"),
+    *("first_divergence", "stage", "diagnosis", "unlocated", "faults", "notes", "not_exercised", "trajectory"),
 ]
 
 
@@ -63,6 +64,7 @@ def test_cases_that_pass_exit_0_and_are_written_as_json(tmp_path: Path, capsys: 
         assert (row["name"], row["precision"], row["accumulate"], row["remat"]) == ("mlp", precision, 2, "none")
         assert (row["optimizer"], row["steps"], row["seed"], row["passed"]) == ("AdamW", 3, 7, True)
         assert (row["error_ratio"] is None) == (precision == "fp64")
+        assert (row["tensor_ratio"] is None) == (row["tensor_worst"] is None) == (precision == "fp64")
         assert row["first_divergence"] is None
 
 
@@ -279,11 +281,10 @@ def test_an_error_in_a_loss_fn_is_shown_in_the_users_frames(
     frames = traceback.extract_tb(raised.value.__traceback__)
     assert [frame.name for frame in frames][1:] == ["call", "loss_fn"]  # the first is this function's
 
-    assert main(["run", f"{case_file}::broken", "--precision", "fp64"]) == 1
-    shown = capsys.readouterr().err
-    assert shown.count("  File ") == 1
-    assert "my_cases.py" in shown
-    assert "TypeError: cannot reshape" in shown
+    assert main(["run", f"{case_file}::broken", "--precision", "fp64"]) == 2
+    shown = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(r"parity: my_cases.py:\d+: TypeError: cannot reshape", shown)
+    assert shown.endswith(" (--debug shows the traceback)")
 
     with pytest.raises(TypeError) as raised:
         main(["run", f"{case_file}::broken", "--precision", "fp64", "--debug"])

@@ -11,7 +11,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner import interval
 from jaxtrain.runner.loss_scales import loss_scale, step_loss_scale
-from jaxtrain.runner.optimizer import optimizer, optimizer_expression, schedule
+from jaxtrain.runner.optimizer import optimizer_expression, recipe_optimizer, schedule
 from jaxtrain.step import TrainState
 
 
@@ -36,7 +36,7 @@ def test_weight_decay_applies_only_to_matrices():
         "wte": jnp.ones((2, 2)),
     }
     recipe = dataclasses.replace(RECIPES["gpt-stdlib"], warmup_steps=0, weight_decay=0.5)
-    tx = optimizer(recipe)
+    tx = recipe_optimizer(recipe)
     zeros = jax.tree.map(jnp.zeros_like, params)
     with jax.numpy_dtype_promotion("standard"):  # optax relies on it
         updates, _ = tx.update(zeros, tx.init(params), params)
@@ -105,7 +105,7 @@ def test_loss_scales_of_layers_are_logged_in_their_order():
 
 def test_learning_rates_of_groups_are_logged():
     groups = "{'a': sgd(learning_rate=0.5), 'b': sgd(learning_rate=0.25)}"
-    tx = optimizer(dataclasses.replace(RECIPES["gpt-stdlib"], optimizer=groups))
+    tx = recipe_optimizer(dataclasses.replace(RECIPES["gpt-stdlib"], optimizer=groups))
     empty = TrainState(*[None] * len(TrainState._fields))
     state = empty._replace(opt_state=tx.init({"a": jnp.ones(1), "b": jnp.ones(1)}))
     assert interval._learning_rates(state.opt_state) == (0.5, {"0": 0.5, "1": 0.25})
@@ -114,6 +114,6 @@ def test_learning_rates_of_groups_are_logged():
 def test_mask_none_decays_every_parameter():
     recipe = dataclasses.replace(RECIPES["gpt-stdlib"], warmup_steps=0, optimizer="adamw(weight_decay=0.5, mask=None)")
     params = {"fc": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}}
-    tx = optimizer(recipe)
+    tx = recipe_optimizer(recipe)
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
     assert float(abs(updates["fc"]["bias"]).min()) > 0

@@ -124,3 +124,36 @@ def test_a_model_becomes_a_module_with_its_weights() -> None:
     model = jt.from_torch(empty, np.ones((1, 3), np.float32))
     with pytest.raises(jt.UserError, match="has no weights"):
         model.to_torch()
+
+
+class OneShape(nn.Module):
+    """A module whose parameters are all matrices, or all vectors, and which multiplies by a complex buffer."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.linspace(-1, 1, 12).reshape(shape))
+        self.register_buffer("turns", torch.polar(torch.ones(6), torch.linspace(0.1, 3, 6)))
+
+    def forward(self, x):
+        turned = torch.view_as_complex((x * self.w.reshape(12)).reshape(-1, 6, 2)) * self.turns
+        return torch.view_as_real(turned).flatten(1)
+
+
+@pytest.mark.parametrize("shape", [(12,), (3, 4)], ids=["vectors", "matrices"])
+def test_a_module_with_one_parameter_group_and_a_complex_buffer_is_proved(shape) -> None:
+    model = jt.from_torch(OneShape(*shape), np.ones((4, 12), np.float32))
+    verdict = check(model.case(), steps=2)
+    assert verdict.passed, verdict.lines
+
+
+def test_complex_parameters_are_refused_in_one_line() -> None:
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.filter = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+        def forward(self, x):
+            return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4)
+
+    with pytest.raises(jt.UserError, match="filter is complex"):
+        check(jt.from_torch(Spectral(), np.ones((2, 4), np.float32)).case())
