@@ -1,6 +1,6 @@
 """PyTorch's own samples of its operations (`op_db`), imported and compared in float64."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -62,44 +62,74 @@ def chosen_samples(info: Any, dtype: torch.dtype, *, requires_grad: bool) -> lis
     return [samples[i] for i in chosen]
 
 
+def sample_sizes(info: Any, limit: int) -> list[Any]:
+    """Return some samples of an entry of `op_db`: the first of those that differ most in their number of elements."""
+    samples = [*info.sample_inputs("cpu", torch.float64, requires_grad=True)]
+    sizes = {sum(x.numel() for x in Operation.of(info, sample)[1]): i for i, sample in reversed([*enumerate(samples)])}
+    chosen = [sizes[n] for n in sorted(sizes, reverse=True)]
+    return [samples[i] for i in chosen[:limit]]
+
+
 def outcome(info: Any, sample: Any) -> Outcome:
     """Import one sample and compare its values and the gradients of its floating-point tensors."""
     module, tensors = Operation.of(info, sample)
     if any(x.layout != torch.strided or x.is_quantized for x in tensors):
         return Outcome("no reference", "a tensor that is not strided")
-    # Copies: some operations write to their arguments.
-    arrays = tuple(x.numpy().copy() for x in tensors)
+    ((_, found),) = compared_at(module, tensors, [("sample", tensors)])
+    return found
+
+
+def compared_at(
+    module: "Operation", tensors: list[torch.Tensor], points: Iterable[tuple[str, list[torch.Tensor]]]
+) -> Iterator[tuple[str, Outcome]]:
+    """Import an operation once and yield its outcome at each of some points, with its name."""
+    model, programs = None, {}
+    with jax.enable_x64():
+        for name, point in points:
+            reference = _reference(module, point)
+            if isinstance(reference, Outcome):
+                yield name, reference
+                continue
+            floats, expected = reference
+            # Copies: some operations write to their arguments.
+            arrays = tuple(x.numpy().copy() for x in point)
+            try:
+                model = model or from_torch(module.train(), tuple(x.numpy().copy() for x in tensors))
+                program = programs.setdefault(tuple(floats), _program(model, floats))
+                (_, ours), our_grads = program(arrays, tuple(x for x, d in zip(arrays, floats, strict=True) if d))
+            except UserError as error:
+                yield name, Outcome("refused", str(error)[:160])
+                continue
+            except Exception as error:
+                yield name, Outcome("wrong", f"{type(error).__name__}: {str(error)[:160]}")
+                continue
+            yield name, _judged([*ours, *our_grads], expected)
+
+
+def _reference(module: "Operation", tensors: list[torch.Tensor]) -> tuple[list[bool], list[torch.Tensor]] | Outcome:
+    """Return which tensors PyTorch differentiates, with its values and gradients."""
     for floats in _differentiable(tensors):
         try:
             given = [x.detach().clone().requires_grad_(wanted) for x, wanted in zip(tensors, floats, strict=True)]
             expected = tensors_of(module(*given))
             grads = _gradients(expected, given, floats)
-            break
+            return floats, [*(y.detach() for y in expected), *grads]
         except Exception as error:
             reason = str(error)[:80]
-    else:
-        return Outcome("no reference", reason)
-    differentiable = floats
-    with jax.enable_x64():
-        try:
-            model = from_torch(module.train(), arrays)
-        except UserError as error:
-            return Outcome("refused", str(error)[:160])
+    return Outcome("no reference", reason)
 
-        def run(floats: Any) -> Any:
-            given = iter(floats)
-            batch = tuple(next(given) if d else x for x, d in zip(arrays, differentiable, strict=True))
-            outputs = jax.tree.leaves(model({}, batch, jax.random.key(0), model.state)[0])
-            return _weighted([y for y in outputs if jnp.issubdtype(y.dtype, jnp.inexact)], jnp), outputs
 
-        floats = tuple(jnp.asarray(x) for x, d in zip(arrays, differentiable, strict=True) if d)
-        try:
-            (_, ours), our_grads = jax.jit(jax.value_and_grad(run, has_aux=True))(floats)
-        except UserError as error:
-            return Outcome("refused", str(error)[:160])
-        except Exception as error:
-            return Outcome("wrong", f"{type(error).__name__}: {str(error)[:160]}")
-    return _judged([*ours, *our_grads], [*(y.detach() for y in expected), *(g for g in grads)])
+def _program(model: Any, floats: list[bool]) -> Any:
+    """Return the compiled values and gradients of an imported operation, as a function of (arrays, floats of them)."""
+
+    def run(given: Any, arrays: Any) -> Any:
+        given = iter(given)
+        batch = tuple(next(given) if d else x for x, d in zip(arrays, floats, strict=True))
+        outputs = jax.tree.leaves(model({}, batch, jax.random.key(0), model.state)[0])
+        return _weighted([y for y in outputs if jnp.issubdtype(y.dtype, jnp.inexact)], jnp), outputs
+
+    step = jax.jit(jax.value_and_grad(run, has_aux=True))
+    return lambda arrays, given: step(given, arrays)
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:

@@ -109,7 +109,7 @@ def _polynomial(first: Callable[[jax.Array], jax.Array], following: Recurrence) 
         """The polynomial of degree n, 0 for a negative one."""
         x, n = jnp.broadcast_arrays(*map(lax.stop_gradient, map(jnp.asarray, (x, n))))
         x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(n.dtype)
-        degree = jnp.trunc(n).astype(int)
+        degree = jnp.where(jnp.isfinite(n), jnp.trunc(n), -1).astype(int)
 
         def body(k: Any, values: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             before, now = values
