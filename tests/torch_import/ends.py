@@ -56,6 +56,7 @@ def points(
     yield "finite ends", replaced(lambda x: rng.choice(FINITE, x.shape))
     if not infinite:
         return
+    yield "infinities", replaced(lambda x: rng.choice((*FINITE, np.inf, -np.inf), x.shape))
     yield "all ends", replaced(lambda x: rng.choice((*FINITE, *INFINITE), x.shape))
     for value in INFINITE:
         yield f"one {value}", replaced(lambda x, value=value: _with_one(x, value, rng))

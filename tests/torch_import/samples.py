@@ -103,7 +103,16 @@ def compared_at(
             except Exception as error:
                 yield name, Outcome("wrong", f"{type(error).__name__}: {str(error)[:160]}")
                 continue
-            yield name, _judged([*ours, *our_grads], expected)
+            yield name, _judged(*_defined([*ours, *our_grads], expected, len(ours)))
+
+
+def _defined(ours: list[Any], theirs: list[torch.Tensor], outputs: int) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return what is compared: of outputs with NaN these alone, as their gradients and indices mean nothing."""
+    values = theirs[:outputs]
+    if not any(y.isnan().any() for y in values if y.is_floating_point() or y.is_complex()):
+        return ours, theirs
+    floats = [i for i, y in enumerate(values) if y.is_floating_point() or y.is_complex()]
+    return [ours[i] for i in floats], [theirs[i] for i in floats]
 
 
 def _reference(module: "Operation", tensors: list[torch.Tensor]) -> tuple[list[bool], list[torch.Tensor]] | Outcome:
@@ -166,15 +175,10 @@ def _gradients(expected: list[torch.Tensor], tensors: Any, differentiable: list[
 def _judged(ours: list[Any], theirs: list[torch.Tensor]) -> Outcome:
     if len(ours) != len(theirs):
         return Outcome("wrong", f"{len(ours)} results for {len(theirs)}")
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        b = b.float() if b.dtype == torch.bfloat16 else b
-        a, b = (
-            np.asarray(a, np.float32) if a.dtype == jnp.bfloat16 else np.asarray(a),
-            b.resolve_conj().resolve_neg().numpy(force=True),
-        )
+    for i, (a, b) in enumerate(zip(map(_as_reals, ours), map(_as_reals, theirs), strict=True)):
         if a.shape != b.shape:
             return Outcome("wrong", f"result {i} has the shape {a.shape} for {b.shape}")
-        if a.dtype.kind in "fc" and b.dtype.kind in "fc":
+        if a.dtype.kind == "f" and b.dtype.kind == "f":
             finite = np.isfinite(b)
             scale = np.abs(b[finite]).max() if finite.any() else 1.0
             same = np.array_equal(np.isnan(a), np.isnan(b)) and np.array_equal(a[np.isinf(b)], b[np.isinf(b)])
@@ -184,3 +188,11 @@ def _judged(ours: list[Any], theirs: list[torch.Tensor]) -> Outcome:
         elif not np.array_equal(a, b):
             return Outcome("wrong", f"result {i} differs")
     return Outcome("passed")
+
+
+def _as_reals(x: Any) -> np.ndarray:
+    """Return an array with float32 in place of bfloat16, and parts in place of complex numbers."""
+    if isinstance(x, torch.Tensor):
+        x = (x.float() if x.dtype == torch.bfloat16 else x).resolve_conj().resolve_neg().numpy(force=True)
+    array = np.asarray(x, np.float32) if x.dtype == jnp.bfloat16 else np.asarray(x)
+    return np.stack([array.real, array.imag]) if array.dtype.kind == "c" else array

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain import losses
+from jaxtrain.torch_import.ops.elementwise import xlogy
 from jaxtrain.torch_import.ops.registry import in_opmath, op, ops
 
 _NONE, _MEAN, _SUM = range(3)
@@ -149,5 +150,4 @@ def kl_div(x: jax.Array, target: jax.Array, reduction: int = _MEAN, *, log_targe
     """Kullback-Leibler divergence of log-probabilities."""
     if log_target:
         return _reduced(jnp.exp(target) * (target - x), reduction)
-    positive = target > 0
-    return _reduced(jnp.where(positive, target * jnp.log(jnp.where(positive, target, 1)), 0) - target * x, reduction)
+    return _reduced(xlogy(target, target) - target * x, reduction)

@@ -135,12 +135,12 @@ def nearest_exact(x: jax.Array, size: Sequence[int] | None, scale_factors: Scale
 
 def _repeated(x: jax.Array, sizes: Sequence[int], scales: Scales, *, exact: bool) -> jax.Array:
     for i, out in enumerate(sizes):
-        at = _nearest(x.shape[2 + i], out, None if scales is None else scales[i], x.dtype, exact)
+        at = nearest_places(x.shape[2 + i], out, None if scales is None else scales[i], x.dtype, exact)
         x = jnp.take(x, jnp.asarray(at), 2 + i)
     return x
 
 
-def _nearest(size: int, out: int, scale: float | None, dtype: Any, exact: bool) -> np.ndarray:
+def nearest_places(size: int, out: int, scale: float | None, dtype: Any, exact: bool) -> np.ndarray:
     """Return the input element of each output element.
 
     The dtype of the arithmetic decides between two elements: PyTorch computes in float32, of float64 images in float64.
