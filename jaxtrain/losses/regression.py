@@ -107,4 +107,6 @@ def huber(predictions: jax.Array, targets: jax.Array, *, delta: float = 1.0) -> 
     require_alike(predictions=predictions, targets=targets)
     error = predictions - targets
     size = abs(error)
-    return jnp.where(size <= delta, 0.5 * jnp.square(error), delta * (size - 0.5 * delta))
+    near = size <= delta
+    # The unselected square of an infinite error would make its gradient NaN.
+    return jnp.where(near, 0.5 * jnp.square(jnp.where(near, error, 0)), delta * (size - 0.5 * delta))

@@ -32,7 +32,8 @@ def abs(x: jax.Array) -> jax.Array:
     References:
       `abs` in PyTorch's `derivatives.yaml`.
     """
-    return jnp.where(x == 0, 0, jnp.abs(x))
+    # Of NaN it is 0 as well.
+    return jnp.where(x > 0, x, jnp.where(x < 0, -x, lax.stop_gradient(jnp.abs(x))))
 
 
 def clamp(x: jax.Array, min: ArrayLike | None = None, max: ArrayLike | None = None) -> jax.Array:
@@ -56,11 +57,12 @@ def clamp(x: jax.Array, min: ArrayLike | None = None, max: ArrayLike | None = No
       `clamp_backward` and `clamp_backward_min_max` in PyTorch's `FunctionsManual.cpp`.
     """
     if min is None or max is None:
-        bounded = x if min is None else jnp.where(x < min, min, x)
-        return bounded if max is None else jnp.where(bounded > max, max, bounded)
+        bounded = x if min is None else jnp.where((x < min) | _isnan(min), min, x)
+        return bounded if max is None else jnp.where((bounded > max) | _isnan(max), max, bounded)
     # If the bounds are equal, PyTorch gives neither of them the gradient of an x below.
     least = jnp.where(jnp.less(min, max), min, lax.stop_gradient(min))
-    return jnp.where((x > max) | jnp.less(max, min), max, jnp.where(x < min, least, x))
+    bounded = jnp.where((x > max) | jnp.less(max, min) | _isnan(max), max, jnp.where((x < min) | _isnan(min), least, x))
+    return jnp.where(_isnan(min), min, bounded) if isinstance(min, jax.Array) else bounded
 
 
 def hardtanh(x: jax.Array, min_val: float = -1.0, max_val: float = 1.0) -> jax.Array:
@@ -105,7 +107,7 @@ def leaky_relu(x: jax.Array, negative_slope: ArrayLike = 0.01) -> jax.Array:
     References:
       `leaky_relu` and `_prelu_kernel` in PyTorch's `derivatives.yaml`.
     """
-    return jnp.where(x > 0, x, x * negative_slope)
+    return x * jnp.where(x > 0, 1, negative_slope)
 
 
 def max(x: jax.Array, axis: int) -> jax.Array:
@@ -316,8 +318,24 @@ def pow(x: ArrayLike, y: ArrayLike) -> jax.Array:
     References:
       `pow_backward_self` and `pow_backward_exponent` in PyTorch's `FunctionsManual.cpp`.
     """
-    origin = jnp.equal(x, 0) & jnp.equal(y, 0)
-    return jnp.where(origin, 1, jnp.power(jnp.where(origin, 1, x), y))
+    dtype = jnp.result_type(x, y)
+    return _pow(jnp.asarray(x, dtype), jnp.asarray(y, dtype))
+
+
+@jax.custom_jvp
+def _pow(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.power(x, y)
+
+
+_pow.defjvps(
+    lambda tangent, _, x, y: tangent * jnp.where(y == 0, 0, y * jnp.power(x, y - 1)),
+    lambda tangent, power, x, y: tangent * jnp.where((x == 0) & (y >= 0), 0, power * jnp.log(x)),
+)
+
+
+def _isnan(bound: ArrayLike) -> jax.Array | bool:
+    """Return where a bound is NaN, if it is an array."""
+    return jnp.isnan(bound) if isinstance(bound, jax.Array) else False
 
 
 def _root(total: jax.Array, order: float) -> jax.Array:

@@ -18,6 +18,7 @@ from jaxtrain.step import Loss
 from jaxtrain.torch_import.graph import Captured, Graph, Spec
 from jaxtrain.torch_import.interpret import interpret
 from jaxtrain.torch_import.linear_weights import linear_weights
+from jaxtrain.torch_import.ops.int64 import holds_int64
 from jaxtrain.torch_import.repeat import Stacks
 from jaxtrain.torch_import.sharding import sharding_rules
 
@@ -240,7 +241,9 @@ class GraphModel:
         )
 
     def _leaves(self, batch: Any) -> list[jax.Array]:
-        return jax.tree.leaves(self._chosen(batch))
+        chosen = self._chosen(batch)
+        refuse_beyond_int32(chosen)
+        return jax.tree.leaves(chosen)
 
     def _chosen(self, batch: Any) -> Any:
         """Return the part of a batch that the module takes."""
@@ -285,6 +288,19 @@ def _check_values(graph: Graph, buffers: Mapping[str, Any]) -> None:
             raise UserError(
                 f"the buffer {x.target!r} is on PyTorch's meta device, without values: create the module with its "
                 "buffers on the CPU, as `accelerate.init_empty_weights()` does"
+            )
+
+
+def refuse_beyond_int32(batch: Any) -> None:
+    """Raise an error if a batch has integers that JAX would wrap."""
+    if jax.config.jax_enable_x64:
+        return
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        if isinstance(x, np.ndarray) and holds_int64(x):
+            largest = x.flat[np.abs(x.astype(float)).argmax()]
+            raise UserError(
+                f"the batch{jax.tree_util.keystr(path)} has the integer {largest}, beyond int32, JAX's widest by "
+                "default: take a remainder or a difference in NumPy first"
             )
 
 

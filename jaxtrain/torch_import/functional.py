@@ -12,6 +12,7 @@ from typing import Any
 from jaxtrain.models.dropout import dropout
 from jaxtrain.models.layer_norm import layer_norm
 from jaxtrain.torch_import import ops
+from jaxtrain.torch_import.ops.int64 import int64_array
 from jaxtrain.torch_import.ops.norm import batch_norm_with_statistics
 from jaxtrain.torch_import.ops.registry import TABLE
 from jaxtrain.transforms import autocast_disabled
@@ -52,6 +53,7 @@ def without_autocast(fn: Callable[[], Any]) -> Any:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "int64_array": int64_array,
     "batch_norm": batch_norm,
     "dropout": dropout,
     "layer_norm": layer_norm,

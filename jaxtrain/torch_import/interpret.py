@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.graph import CUSTOM, GETITEM, RECOMPUTED, REPEAT, Graph, Node, Spec, dtype_of, resolved
 from jaxtrain.torch_import.ops import RANDOM, TABLE
+from jaxtrain.torch_import.ops.int64 import INT64, as_int64, holds_int64
 from jaxtrain.torch_import.refusals import first_line, refusal
 from jaxtrain.transforms import autocast_disabled, block, recomputed
 
@@ -99,7 +101,7 @@ def pytorchs_promotion() -> Iterator[None]:
 
 def _repeated(node: Node, args: Any, rng: jax.Array | None, table: Values, drawn: Any) -> tuple[jax.Array, ...]:
     """Evaluate layers by a loop; each is a block for rematerialization."""
-    body, (init, stacks, closed) = node.kwargs["body"], args
+    body, (init, stacks, closed) = node.kwargs["body"], jax.tree.map(as_int64, args)
 
     @block
     def layer(drawn: Any, rng: Any, carry: Any, slices: Any, closed: Any) -> Any:
@@ -140,6 +142,7 @@ def _custom(node: Node, args: Sequence[jax.Array], table: Values) -> tuple[jax.A
         result = iter(run(node.kwargs["backward"], [*saved, *floating]))
         return tuple(next(result) if given else None for given in has_gradient)
 
+    args = jax.tree.map(as_int64, args)
     called = jax.custom_vjp(lambda *inputs: forward(*inputs)[0])
     called.defvjp(forward, backward)
     outputs: tuple[jax.Array, ...] = called(*args)
@@ -158,6 +161,8 @@ def _recomputed(node: Node, args: Sequence[jax.Array], table: Values) -> jax.Arr
 
 
 def _as(value: Any, spec: Spec) -> jax.Array:
+    if spec.dtype == "int64" and holds_int64(value):
+        return value  # Only `INT64` reads it.
     return jnp.asarray(value, dtype_of(spec.dtype))
 
 
@@ -189,4 +194,6 @@ def _one(x: Any, spec: Spec | None, node: Node) -> Any:
             f"{node.op} returned the shape {list(jnp.shape(x))} where PyTorch has {list(spec.shape)} ({node.source}): "
             "correct its function"
         )
+    if node.op == INT64 and x.dtype == np.int64:
+        return x
     return jnp.asarray(x, dtype_of(spec.dtype))

@@ -12,9 +12,10 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.channels_last import with_channels_last
 from jaxtrain.torch_import.elementwise import with_recomputed_formulas
-from jaxtrain.torch_import.function import GraphModel, Key, Params
+from jaxtrain.torch_import.function import GraphModel, Key, Params, refuse_beyond_int32
 from jaxtrain.torch_import.graph import Graph, Node, without_gradient
 from jaxtrain.torch_import.grouped_queries import with_grouped_queries
+from jaxtrain.torch_import.integers import with_int64
 from jaxtrain.torch_import.masks import with_causal_attention
 from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
 from jaxtrain.torch_import.saved import save
@@ -269,8 +270,9 @@ class ImportedModel(GraphModel):
             dtype=key.dtype,
             ops=frozenset(self._ops),
         )
-        graph = with_causal_attention(captured.graph, {**self._buffers, **captured.constants}, self._ops)
-        return captured._replace(graph=with_grouped_queries(graph, self._ops))
+        constants = {**self._buffers, **captured.constants}
+        graph = with_grouped_queries(with_causal_attention(captured.graph, constants, self._ops), self._ops)
+        return captured._replace(graph=with_int64(graph, constants, self._ops))
 
     def _finished(self, exported: "Captured") -> "Captured":
         """Return a graph that takes the stacked parameters, has channels last and computes cheap formulas again."""
@@ -344,6 +346,7 @@ def from_torch(
         fixed = {key: x for key, x in example_batch.items() if type(x) in (bool, int, float, str)}
         example_batch = {key: x for key, x in example_batch.items() if key not in fixed}
     example = jax.tree.map(as_array, example_batch)
+    refuse_beyond_int32(example)
     return ImportedModel(structure_of(module), tensors, frozen, example, call or _call, fixed, ops or {}, unroll)
 
 

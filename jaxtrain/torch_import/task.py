@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.run import Initial, Task
 from jaxtrain.step import LossFn
+from jaxtrain.torch_import.ops.int64 import holds_int64
 
 
 def task_of(
@@ -37,6 +39,11 @@ def task_of(
       no_decay: Predicate of the parameters that do not decay.
       fields: Further fields of the task.
     """
+    if large := [name for name, x in constants.items() if holds_int64(x)]:
+        raise UserError(
+            f"the buffer {large[0]!r} has integers beyond int32, which a checkpoint cannot hold: register it with "
+            "persistent=False"
+        )
     whole = {**(state or {}), **constants}
     moving = {} if state_names is None else state_names.params
 

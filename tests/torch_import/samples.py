@@ -1,6 +1,6 @@
 """PyTorch's own samples of its operations (`op_db`), imported and compared in float64."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -62,44 +62,83 @@ def chosen_samples(info: Any, dtype: torch.dtype, *, requires_grad: bool) -> lis
     return [samples[i] for i in chosen]
 
 
+def sample_sizes(info: Any, limit: int) -> list[Any]:
+    """Return some samples of an entry of `op_db`: the first of those that differ most in their number of elements."""
+    samples = [*info.sample_inputs("cpu", torch.float64, requires_grad=True)]
+    sizes = {sum(x.numel() for x in Operation.of(info, sample)[1]): i for i, sample in reversed([*enumerate(samples)])}
+    chosen = [sizes[n] for n in sorted(sizes, reverse=True)]
+    return [samples[i] for i in chosen[:limit]]
+
+
 def outcome(info: Any, sample: Any) -> Outcome:
     """Import one sample and compare its values and the gradients of its floating-point tensors."""
     module, tensors = Operation.of(info, sample)
     if any(x.layout != torch.strided or x.is_quantized for x in tensors):
         return Outcome("no reference", "a tensor that is not strided")
-    # Copies: some operations write to their arguments.
-    arrays = tuple(x.numpy().copy() for x in tensors)
+    ((_, found),) = compared_at(module, tensors, [("sample", tensors)])
+    return found
+
+
+def compared_at(
+    module: "Operation", tensors: list[torch.Tensor], points: Iterable[tuple[str, list[torch.Tensor]]]
+) -> Iterator[tuple[str, Outcome]]:
+    """Import an operation once and yield its outcome at each of some points, with its name."""
+    model, programs = None, {}
+    with jax.enable_x64():
+        for name, point in points:
+            reference = _reference(module, point)
+            if isinstance(reference, Outcome):
+                yield name, reference
+                continue
+            floats, expected = reference
+            # Copies: some operations write to their arguments.
+            arrays = tuple(x.numpy().copy() for x in point)
+            try:
+                model = model or from_torch(module.train(), tuple(x.numpy().copy() for x in tensors))
+                program = programs.setdefault(tuple(floats), _program(model, floats))
+                (_, ours), our_grads = program(arrays, tuple(x for x, d in zip(arrays, floats, strict=True) if d))
+            except UserError as error:
+                yield name, Outcome("refused", str(error)[:160])
+                continue
+            except Exception as error:
+                yield name, Outcome("wrong", f"{type(error).__name__}: {str(error)[:160]}")
+                continue
+            yield name, _judged(*_defined([*ours, *our_grads], expected, len(ours)))
+
+
+def _defined(ours: list[Any], theirs: list[torch.Tensor], outputs: int) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return what is compared: of outputs with NaN these alone, as their gradients and indices mean nothing."""
+    values = theirs[:outputs]
+    if not any(y.isnan().any() for y in values if y.is_floating_point() or y.is_complex()):
+        return ours, theirs
+    floats = [i for i, y in enumerate(values) if y.is_floating_point() or y.is_complex()]
+    return [ours[i] for i in floats], [theirs[i] for i in floats]
+
+
+def _reference(module: "Operation", tensors: list[torch.Tensor]) -> tuple[list[bool], list[torch.Tensor]] | Outcome:
+    """Return which tensors PyTorch differentiates, with its values and gradients."""
     for floats in _differentiable(tensors):
         try:
             given = [x.detach().clone().requires_grad_(wanted) for x, wanted in zip(tensors, floats, strict=True)]
             expected = tensors_of(module(*given))
             grads = _gradients(expected, given, floats)
-            break
+            return floats, [*(y.detach() for y in expected), *grads]
         except Exception as error:
             reason = str(error)[:80]
-    else:
-        return Outcome("no reference", reason)
-    differentiable = floats
-    with jax.enable_x64():
-        try:
-            model = from_torch(module.train(), arrays)
-        except UserError as error:
-            return Outcome("refused", str(error)[:160])
+    return Outcome("no reference", reason)
 
-        def run(floats: Any) -> Any:
-            given = iter(floats)
-            batch = tuple(next(given) if d else x for x, d in zip(arrays, differentiable, strict=True))
-            outputs = jax.tree.leaves(model({}, batch, jax.random.key(0), model.state)[0])
-            return _weighted([y for y in outputs if jnp.issubdtype(y.dtype, jnp.inexact)], jnp), outputs
 
-        floats = tuple(jnp.asarray(x) for x, d in zip(arrays, differentiable, strict=True) if d)
-        try:
-            (_, ours), our_grads = jax.jit(jax.value_and_grad(run, has_aux=True))(floats)
-        except UserError as error:
-            return Outcome("refused", str(error)[:160])
-        except Exception as error:
-            return Outcome("wrong", f"{type(error).__name__}: {str(error)[:160]}")
-    return _judged([*ours, *our_grads], [*(y.detach() for y in expected), *(g for g in grads)])
+def _program(model: Any, floats: list[bool]) -> Any:
+    """Return the compiled values and gradients of an imported operation, as a function of (arrays, floats of them)."""
+
+    def run(given: Any, arrays: Any) -> Any:
+        given = iter(given)
+        batch = tuple(next(given) if d else x for x, d in zip(arrays, floats, strict=True))
+        outputs = jax.tree.leaves(model({}, batch, jax.random.key(0), model.state)[0])
+        return _weighted([y for y in outputs if jnp.issubdtype(y.dtype, jnp.inexact)], jnp), outputs
+
+    step = jax.jit(jax.value_and_grad(run, has_aux=True))
+    return lambda arrays, given: step(given, arrays)
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
@@ -136,15 +175,10 @@ def _gradients(expected: list[torch.Tensor], tensors: Any, differentiable: list[
 def _judged(ours: list[Any], theirs: list[torch.Tensor]) -> Outcome:
     if len(ours) != len(theirs):
         return Outcome("wrong", f"{len(ours)} results for {len(theirs)}")
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        b = b.float() if b.dtype == torch.bfloat16 else b
-        a, b = (
-            np.asarray(a, np.float32) if a.dtype == jnp.bfloat16 else np.asarray(a),
-            b.resolve_conj().resolve_neg().numpy(force=True),
-        )
+    for i, (a, b) in enumerate(zip(map(_as_reals, ours), map(_as_reals, theirs), strict=True)):
         if a.shape != b.shape:
             return Outcome("wrong", f"result {i} has the shape {a.shape} for {b.shape}")
-        if a.dtype.kind in "fc" and b.dtype.kind in "fc":
+        if a.dtype.kind == "f" and b.dtype.kind == "f":
             finite = np.isfinite(b)
             scale = np.abs(b[finite]).max() if finite.any() else 1.0
             same = np.array_equal(np.isnan(a), np.isnan(b)) and np.array_equal(a[np.isinf(b)], b[np.isinf(b)])
@@ -154,3 +188,11 @@ def _judged(ours: list[Any], theirs: list[torch.Tensor]) -> Outcome:
         elif not np.array_equal(a, b):
             return Outcome("wrong", f"result {i} differs")
     return Outcome("passed")
+
+
+def _as_reals(x: Any) -> np.ndarray:
+    """Return an array with float32 in place of bfloat16, and parts in place of complex numbers."""
+    if isinstance(x, torch.Tensor):
+        x = (x.float() if x.dtype == torch.bfloat16 else x).resolve_conj().resolve_neg().numpy(force=True)
+    array = np.asarray(x, np.float32) if x.dtype == jnp.bfloat16 else np.asarray(x)
+    return np.stack([array.real, array.imag]) if array.dtype.kind == "c" else array

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.graph import dtype_of
+from jaxtrain.torch_import.ops.int64 import holds_int64
 from jaxtrain.torch_import.refusals import first_line, refusal
 
 
@@ -117,7 +118,11 @@ def as_array(x: Any) -> Any:
     """Return a tensor as an array of its own, or as its shape and dtype on the "meta" device; others as they are."""
     if not isinstance(x, torch.Tensor):
         return x
-    return shape_of(x) if x.device.type == "meta" else jnp.array(tensor_to_numpy(x))
+    if x.device.type == "meta":
+        return shape_of(x)
+    array = tensor_to_numpy(x)
+    # JAX would drop the upper bits.
+    return array.copy() if holds_int64(array) else jnp.array(array)
 
 
 def as_arrays(tensors: Mapping[str, torch.Tensor], stacks: Mapping[str, Sequence[str]]) -> dict[str, Any]:

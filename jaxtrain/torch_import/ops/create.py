@@ -50,13 +50,25 @@ def arange(start: Any, end: Any = None, step: Any = 1, dtype: Any = None) -> jax
     """Numbers from start to end. Computed by NumPy, in float64, as PyTorch does."""
     start, end = (0, start) if end is None else (start, end)
     values = np.arange(start, end, step)
+    if values.dtype.kind == "f":
+        # NumPy adds the difference of the first two numbers.
+        values = start + step * np.arange(len(values), dtype=np.float64)
     return jnp.asarray(values, dtype or (np.float32 if values.dtype.kind == "f" else np.int32))
 
 
 @op("linspace.default")
 def linspace(start: Any, end: Any, steps: int, dtype: Any = None) -> jax.Array:
     """Numbers at equal distances."""
-    return jnp.linspace(start, end, steps, dtype=dtype or np.float32)
+    real = np.dtype(dtype or np.float32)
+    if real.kind != "f":
+        return jnp.linspace(start, end, steps, dtype=dtype)
+    start, end = real.type(start), real.type(end)
+    if steps < 2:
+        return jnp.full(steps, start)
+    step, places = (end - start) / real.type(steps - 1), np.arange(steps).astype(real)
+    # Up to the middle from the start, then from the end (`linspace_kernel` in `cpu/RangeFactoriesKernel.cpp`).
+    values = np.where(places < steps // 2, start + step * places, end - step * (real.type(steps - 1) - places))
+    return jnp.asarray(values, real)
 
 
 @op("copy.default")

@@ -47,8 +47,7 @@ ops(
         "erf.default": lax.erf,
         "erfc.default": lax.erfc,
         "erfinv.default": lax.erf_inv,
-        "lgamma.default": lax.lgamma,
-        "sign.default sgn.default": jnp.sign,
+        "sign.default sgn.default": lambda x: jnp.where(jnp.isnan(x), 0, jnp.sign(x)),
         "floor.default": jnp.floor,
         "ceil.default": jnp.ceil,
         "trunc.default fix.default": jnp.trunc,
@@ -92,19 +91,13 @@ ops(
         ),
         "maximum.default max.other": jnp.maximum,
         "minimum.default min.other": jnp.minimum,
-        "fmax.default": jnp.fmax,
-        "fmin.default": jnp.fmin,
+        # The first of equal values receives the gradient.
+        "fmax.default": lambda x, y: jnp.where((x >= y) | jnp.isnan(y), x, y),
+        "fmin.default": lambda x, y: jnp.where((x <= y) | jnp.isnan(y), x, y),
         "atan2.default": lambda y, x: subgradients.atan2(*jnp.broadcast_arrays(y, x)),
         "fmod.Tensor fmod.Scalar": jnp.fmod,
         "remainder.Tensor remainder.Scalar remainder.Scalar_Tensor": jnp.remainder,
-        "floor_divide.default floor_divide.Scalar": jnp.floor_divide,
-        "copysign.Tensor copysign.Scalar": jnp.copysign,
-        "hypot.default": lambda x, y: subgradients.norm(jnp.stack(jnp.broadcast_arrays(x, y)), axis=0),
         "ldexp.Tensor": lambda x, exponent: x * 2.0**exponent,
-        "logaddexp.default": jnp.logaddexp,
-        "logaddexp2.default": jnp.logaddexp2,
-        "xlogy.Tensor xlogy.Scalar_Other xlogy.Scalar_Self": special.xlogy,
-        "lerp.Scalar lerp.Tensor": lambda x, end, weight: x + weight * (end - x),
         "addcmul.default": lambda x, a, b, value=1: x + value * a * b,
         "addcdiv.default": lambda x, a, b, value=1: x + value * a / b,
     }
@@ -146,10 +139,18 @@ def rsub(x: Any, y: Any, alpha: Any = 1) -> Any:
 def div(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     """x / y, rounded down ("floor") or towards zero ("trunc"): then without gradient, as in PyTorch."""
     if rounding_mode == "floor":
-        return lax.stop_gradient(jnp.floor_divide(x, y))
+        return lax.stop_gradient(floor_divide(x, y))
     if rounding_mode == "trunc":
         return lax.stop_gradient(lax.div(*jnp.broadcast_arrays(x, y)) if _is_integer(x, y) else jnp.trunc(x / y))
     return x / y
+
+
+@op("floor_divide.default", "floor_divide.Scalar")
+def floor_divide(x: Any, y: Any) -> Any:
+    """x / y rounded down; of floats divided by 0 their quotient."""
+    if _is_integer(x, y):
+        return jnp.floor_divide(x, y)
+    return jnp.where(jnp.equal(y, 0), jnp.divide(x, y), jnp.floor_divide(x, y))
 
 
 def _is_integer(*values: Any) -> bool:
@@ -162,6 +163,8 @@ def pow(x: Any, exponent: Any) -> Any:
     if isinstance(exponent, int | float):
         if exponent == 0.5:
             return jnp.sqrt(x)
+        if exponent == -0.5:
+            return lax.rsqrt(x)
         return lax.integer_pow(x, int(exponent)) if float(exponent).is_integer() else jnp.power(x, exponent)
     return subgradients.pow(*jnp.broadcast_arrays(x, exponent))
 
@@ -170,6 +173,102 @@ def pow(x: Any, exponent: Any) -> Any:
 def round_decimals(x: jax.Array, decimals: int = 0) -> jax.Array:
     """Round to a number of decimals."""
     return jnp.round(x, decimals)
+
+
+@op("copysign.Tensor", "copysign.Scalar")
+def copysign(x: Any, y: Any) -> jax.Array:
+    """x with the sign of y, which has no gradient."""
+    return _copysign(*jnp.broadcast_arrays(x, lax.stop_gradient(y)))
+
+
+@jax.custom_jvp
+def _copysign(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.copysign(x, y)
+
+
+_copysign.defjvps(lambda tangent, ans, x, y: tangent * jnp.where(x == 0, 0, ans / x), None)
+
+
+@op("hypot.default")
+def hypot(x: jax.Array, y: jax.Array) -> jax.Array:
+    """sqrt(x² + y²), whose gradient at the origin is NaN, as in PyTorch."""
+    return _hypot(*jnp.broadcast_arrays(x, y))
+
+
+@jax.custom_jvp
+def _hypot(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isinf(x) | jnp.isinf(y), jnp.inf, jnp.hypot(x, y))
+
+
+_hypot.defjvps(lambda tangent, ans, x, y: tangent * (x / ans), lambda tangent, ans, x, y: tangent * (y / ans))
+
+
+@op("logaddexp.default")
+def logaddexp(x: jax.Array, y: jax.Array) -> jax.Array:
+    """log(exp(x) + exp(y))."""
+    return _logaddexp(*jnp.broadcast_arrays(x, y))
+
+
+@jax.custom_jvp
+def _logaddexp(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.logaddexp(x, y)
+
+
+_logaddexp.defjvps(
+    lambda tangent, _, x, y: tangent / (1 + jnp.exp(y - x)), lambda tangent, _, x, y: tangent / (1 + jnp.exp(x - y))
+)
+
+
+@op("logaddexp2.default")
+def logaddexp2(x: jax.Array, y: jax.Array) -> jax.Array:
+    """log2(2**x + 2**y)."""
+    return _logaddexp2(*jnp.broadcast_arrays(x, y))
+
+
+@jax.custom_jvp
+def _logaddexp2(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.logaddexp2(x, y)
+
+
+_logaddexp2.defjvps(
+    lambda tangent, _, x, y: tangent / (1 + jnp.exp2(y - x)), lambda tangent, _, x, y: tangent / (1 + jnp.exp2(x - y))
+)
+
+
+@op("xlogy.Tensor", "xlogy.Scalar_Other", "xlogy.Scalar_Self")
+def xlogy(x: Any, y: Any) -> jax.Array:
+    """x log(y), 0 where x is 0."""
+    return _xlogy(*jnp.broadcast_arrays(x, y))
+
+
+@jax.custom_jvp
+def _xlogy(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isnan(y), jnp.nan, special.xlogy(x, y))
+
+
+_xlogy.defjvps(
+    lambda tangent, _, x, y: tangent * jnp.where((x == 0) & (y <= 0), 0, jnp.log(y)),
+    lambda tangent, _, x, y: tangent * (x / y),
+)
+
+
+@op("lerp.Scalar", "lerp.Tensor")
+def lerp(x: jax.Array, end: jax.Array, weight: Any) -> jax.Array:
+    """x + weight * (end - x), from the nearer end."""
+    return _lerp(*jnp.broadcast_arrays(x, end, jnp.asarray(weight, x.dtype)))
+
+
+@jax.custom_jvp
+def _lerp(x: jax.Array, end: jax.Array, weight: jax.Array) -> jax.Array:
+    distance = end - x
+    return jnp.where(jnp.abs(weight) < 0.5, x + weight * distance, end - distance * (1 - weight))
+
+
+_lerp.defjvps(
+    lambda tangent, _, x, end, weight: tangent * (1 - weight),
+    lambda tangent, _, x, end, weight: tangent * weight,
+    lambda tangent, _, x, end, weight: tangent * (end - x),
+)
 
 
 @op("clamp.default", "clamp.Tensor", "clip.default", "clip.Tensor", "clamp_min.default", "clamp_min.Tensor")
@@ -245,7 +344,17 @@ def hardsigmoid(x: jax.Array) -> jax.Array:
 @in_opmath
 def hardswish(x: jax.Array) -> jax.Array:
     """Hard swish, with the gradients 0 and 1 at its kinks."""
-    return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6))
+    return _hardswish(x)
+
+
+@jax.custom_jvp
+def _hardswish(x: jax.Array) -> jax.Array:
+    return x * jnp.clip(x + 3, 0, 6) / 6
+
+
+_hardswish.defjvps(
+    lambda tangent, _, x: tangent * jnp.where(x <= -3, 0, jnp.where(x >= 3, 1, jnp.clip(x, -3, 3) / 3 + 0.5))
+)
 
 
 @op("hardshrink.default")
@@ -257,7 +366,8 @@ def hardshrink(x: jax.Array, lambd: float = 0.5) -> jax.Array:
 @op("softshrink.default")
 def softshrink(x: jax.Array, lambd: float = 0.5) -> jax.Array:
     """Move values towards 0 by lambd."""
-    return jnp.where(x > lambd, x - lambd, jnp.where(x < -lambd, x + lambd, 0))
+    # A NaN stays one.
+    return jnp.where(x > lambd, x - lambd, jnp.where(x < -lambd, x + lambd, lax.stop_gradient(x) * 0))
 
 
 @op("threshold.default")
@@ -322,8 +432,17 @@ def complex_(real: jax.Array, imag: jax.Array) -> jax.Array:
 
 @op("polar.default")
 def polar(magnitude: jax.Array, angle: jax.Array) -> jax.Array:
-    """Complex numbers by magnitude and angle."""
+    """Complex numbers by magnitude and angle. The gradient of the magnitude is that of its absolute value."""
+    magnitude = _of_absolute(magnitude)
     return lax.complex(magnitude * jnp.cos(angle), magnitude * jnp.sin(angle))
+
+
+@jax.custom_jvp
+def _of_absolute(x: jax.Array) -> jax.Array:
+    return x
+
+
+_of_absolute.defjvps(lambda tangent, _, x: tangent * jnp.sign(x))
 
 
 @op("special_entr.default")

@@ -51,14 +51,37 @@ def embedding(
 @op("index_put.default", "_unsafe_index_put.default")
 def index_put(x: jax.Array, indices: Index, values: jax.Array, accumulate: bool = False) -> jax.Array:
     """Write, or add, values at an index."""
-    first = indices[0]
-    if len(indices) == 1 and first is not None and first.dtype == jnp.bool_:
-        # One row of values for every place where the mask is true.
-        row = values[0] if values.ndim > x.ndim - first.ndim else values
-        mask = first.reshape(*first.shape, *(1,) * (x.ndim - first.ndim))
-        return jnp.where(mask, x + row if accumulate else row, x)
+    given = [(axis, index) for axis, index in enumerate(indices) if index is not None]
+    if any(index.dtype in (jnp.bool_, jnp.uint8) for _, index in given):
+        if len(given) > 1:
+            raise NotImplementedError("a mask beside other indices; write by torch.where")
+        return _masked_put(x, *given[0], values, accumulate)
     at = x.at[_at(indices)]
     return at.add(values) if accumulate else _set(at, values)
+
+
+def _masked_put(x: jax.Array, axis: int, mask: jax.Array, values: jax.Array, accumulate: bool) -> jax.Array:
+    """Write values where a mask of the axes from one on is true: one for all places, or one after another.
+
+    Where PyTorch raises an error, as there are not as many values as places, everything is NaN.
+    """
+    mask, rank = mask.astype(bool), x.ndim - mask.ndim + 1
+    values = values.reshape(*(1,) * (rank - values.ndim), *values.shape).astype(x.dtype)
+    count = values.shape[axis]
+    if count == 1:
+        values = values.reshape(*values.shape[:axis], *(1,) * mask.ndim, *values.shape[axis + 1 :])
+    else:
+        order = jnp.clip(jnp.cumsum(mask.ravel()) - 1, 0, count - 1)
+        values = jnp.take(values, order, axis)
+        values = values.reshape(*values.shape[:axis], *mask.shape, *values.shape[axis + 1 :])
+    written = jnp.where(
+        mask.reshape(*mask.shape, *(1,) * (x.ndim - axis - mask.ndim)), x + values if accumulate else values, x
+    )
+    if count == 1:
+        return written
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise NotImplementedError("several integers where a mask is true; use masked_scatter")
+    return jnp.where(mask.sum() == count, written, jnp.nan)
 
 
 def _set(at: Any, values: Any) -> jax.Array:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain import losses
+from jaxtrain.torch_import.ops.elementwise import xlogy
 from jaxtrain.torch_import.ops.registry import in_opmath, op, ops
 
 _NONE, _MEAN, _SUM = range(3)
@@ -126,9 +127,21 @@ def binary_cross_entropy(
     x: jax.Array, target: jax.Array, weight: jax.Array | None = None, reduction: int = _MEAN
 ) -> jax.Array:
     """Binary cross-entropy of probabilities, whose logarithms are at least -100."""
-    log, log_of_rest = (jnp.maximum(jnp.log(p), -100) for p in (x, 1 - x))
-    values = -(target * log + (1 - target) * log_of_rest)
+    values = _binary_cross_entropy(x, target)
     return _reduced(values if weight is None else values * weight, reduction)
+
+
+@jax.custom_jvp
+def _binary_cross_entropy(x: jax.Array, target: jax.Array) -> jax.Array:
+    log, log_of_rest = (jnp.maximum(y, -100) for y in (jnp.log(x), jnp.log1p(-x)))
+    return (target - 1) * log_of_rest - target * log
+
+
+# PyTorch's gradient is finite at 0 and 1 (`binary_cross_entropy_backward` in `aten/src/ATen/native/Loss.cpp`).
+_binary_cross_entropy.defjvps(
+    lambda tangent, _, x, target: tangent * (x - target) / jnp.maximum(x * (1 - x), 1e-12),
+    lambda tangent, _, x, target: tangent * (jnp.log1p(-x) - jnp.log(x)),
+)
 
 
 @op("kl_div.default")
@@ -137,5 +150,4 @@ def kl_div(x: jax.Array, target: jax.Array, reduction: int = _MEAN, *, log_targe
     """Kullback-Leibler divergence of log-probabilities."""
     if log_target:
         return _reduced(jnp.exp(target) * (target - x), reduction)
-    positive = target > 0
-    return _reduced(jnp.where(positive, target * jnp.log(jnp.where(positive, target, 1)), 0) - target * x, reduction)
+    return _reduced(xlogy(target, target) - target * x, reduction)

@@ -209,6 +209,8 @@ def batch_norm_with_statistics(
     y, mean, var = normalize_by_batch(x, scale, jnp.zeros_like(scale) if bias is None else bias, eps)
     y, mean, var = jnp.moveaxis(y, -1, axis), mean.reshape(-1), var.reshape(-1)
     count = x.size // x.shape[-1]
+    if count == 1 and running_var is not None:
+        raise ValueError("expected more than 1 value per channel in training, as PyTorch does")
     new_mean, new_var = _moved(running_mean, mean, momentum), _moved(running_var, var * count / (count - 1), momentum)
     # PyTorch has no gradient of the statistics that it saves for its own backward pass.
     return y, lax.stop_gradient(mean), lax.stop_gradient(lax.rsqrt(var + eps)), new_mean, new_var

@@ -29,8 +29,6 @@ ops(
         "amin.default": lambda x, dim=(), keepdim=False: jnp.min(x, axes(dim), keepdims=keepdim),
         "max.default": jnp.max,
         "min.default": jnp.min,
-        "argmax.default": lambda x, dim=None, keepdim=False: jnp.argmax(x, dim, keepdims=keepdim),
-        "argmin.default": lambda x, dim=None, keepdim=False: jnp.argmin(x, dim, keepdims=keepdim),
         "count_nonzero.dim_IntList": lambda x, dim: jnp.count_nonzero(x, axes(dim)),
         "count_nonzero.default": lambda x, dim=None: jnp.count_nonzero(x, axes(dim)),
         "cumprod.default": of_vectors(lambda x, dim, dtype=None: in_opmath(jnp.cumprod)(_as(x, dtype), dim)),
@@ -38,6 +36,28 @@ ops(
         "diff.default": lambda x, n=1, dim=-1, prepend=None, append=None: jnp.diff(x, n, dim, prepend, append),
     }
 )
+
+
+@op("argmax.default")
+def argmax(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
+    """Index of the first maximum along an axis, or of all elements."""
+    if x.dtype == jnp.int64:
+        return _first(x == jnp.max(x, dim, keepdims=True), dim, keepdim)
+    return jnp.argmax(x, dim, keepdims=keepdim)
+
+
+@op("argmin.default")
+def argmin(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
+    """Index of the first minimum along an axis, or of all elements."""
+    if x.dtype == jnp.int64:
+        return _first(x == jnp.min(x, dim, keepdims=True), dim, keepdim)
+    return jnp.argmin(x, dim, keepdims=keepdim)
+
+
+def _first(chosen: jax.Array, dim: int | None, keepdim: bool) -> jax.Array:
+    """Return the index of the first chosen element: JAX lowers an argmax of int64 in its 64-bit mode alone."""
+    with jax.enable_x64(False):
+        return jnp.argmax(chosen, dim, keepdims=keepdim)
 
 
 def _as(x: jax.Array, dtype: Any) -> jax.Array:
@@ -137,18 +157,18 @@ def std_mean(x: jax.Array, dim: Dims = None, *, correction: float | None = None,
 @of_vectors
 def max_dim(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
     """Maxima along an axis, the first of equal ones, and their indices."""
-    return _selected(x, jnp.argmax, dim, keepdim)
+    return _selected(x, argmax, dim, keepdim)
 
 
 @op("min.dim")
 @of_vectors
 def min_dim(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
     """Minima along an axis, the first of equal ones, and their indices."""
-    return _selected(x, jnp.argmin, dim, keepdim)
+    return _selected(x, argmin, dim, keepdim)
 
 
 def _selected(x: jax.Array, best: Any, dim: int, keepdim: bool) -> tuple[jax.Array, jax.Array]:
-    index = best(x, dim, keepdims=True)
+    index = best(x, dim, keepdim=True)
     values = jnp.take_along_axis(x, index, dim)
     return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
 

@@ -1,6 +1,7 @@
 """Interpolation of images, as products with matrices that depend on sizes only."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,9 +123,37 @@ def bilinear_smoothed(
 
 @op("upsample_nearest1d.vec", "upsample_nearest2d.vec", "upsample_nearest3d.vec")
 def nearest(x: jax.Array, size: Sequence[int] | None, scale_factors: Scales = None) -> jax.Array:
-    """Repeat the nearest element."""
-    for i, out in enumerate(_sizes(x, size, scale_factors)):
-        ratio = x.shape[2 + i] / out if scale_factors is None else 1 / scale_factors[i]
-        at = np.minimum(np.floor(np.arange(out) * np.float32(ratio)).astype(int), x.shape[2 + i] - 1)
+    """Repeat the element at or before each place."""
+    return _repeated(x, _sizes(x, size, scale_factors), scale_factors, exact=False)
+
+
+@op("_upsample_nearest_exact1d.vec", "_upsample_nearest_exact2d.vec", "_upsample_nearest_exact3d.vec")
+def nearest_exact(x: jax.Array, size: Sequence[int] | None, scale_factors: Scales = None) -> jax.Array:
+    """Repeat the element nearest to each place."""
+    return _repeated(x, _sizes(x, size, scale_factors), scale_factors, exact=True)
+
+
+def _repeated(x: jax.Array, sizes: Sequence[int], scales: Scales, *, exact: bool) -> jax.Array:
+    for i, out in enumerate(sizes):
+        at = nearest_places(x.shape[2 + i], out, None if scales is None else scales[i], x.dtype, exact)
         x = jnp.take(x, jnp.asarray(at), 2 + i)
     return x
+
+
+def nearest_places(size: int, out: int, scale: float | None, dtype: Any, exact: bool) -> np.ndarray:
+    """Return the input element of each output element.
+
+    The dtype of the arithmetic decides between two elements: PyTorch computes in float32, of float64 images in float64.
+
+    References:
+      `HelperInterpNearest` in PyTorch's `aten/src/ATen/native/cpu/UpSampleKernel.cpp`.
+    """
+    real = np.float64 if dtype == np.float64 else np.float32
+    ratio = real(size) / real(out) if scale is None else real(1 / scale)
+    places = np.arange(out, dtype=real)
+    if exact:
+        # Rounded once, as by a fused multiply-add: float64 holds the product of two float32 numbers.
+        places = np.maximum((np.float64(ratio) * (places + 0.5) - 0.5).astype(real), 0) + real(0.5)
+    else:
+        places = ratio * places
+    return np.minimum(np.floor(places.astype(np.float32)).astype(int), size - 1)

@@ -21,7 +21,6 @@ ops(
         "special_i0e.default": special.i0e,
         "special_i1.default": special.i1,
         "special_i1e.default": special.i1e,
-        "special_ndtri.default": special.ndtri,
         "special_log_ndtr.default": special.log_ndtr,
         "special_erfcx.default": special.erfcx,
         "special_zeta.default special_zeta.other_scalar special_zeta.self_scalar": special.zeta,
@@ -39,7 +38,7 @@ ops(
 def polygamma(n: int, x: jax.Array) -> jax.Array:
     """The n-th derivative of the digamma function."""
     if n == 0:
-        return lax.digamma(x)
+        return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), lax.digamma(x))
     # XLA's zeta function is right for positive numbers: ψ(x) = ψ(x + m) - (-1)ⁿ n! Σ 1 / (x + k)ⁿ⁺¹, k < m.
     steps = jnp.where(jnp.isfinite(x), jnp.clip(jnp.ceil(-x), 0, 1000), 0)
     total = lax.fori_loop(
@@ -48,7 +47,9 @@ def polygamma(n: int, x: jax.Array) -> jax.Array:
         lambda k, total: total + jnp.where(k < steps, 1 / jnp.where(k < steps, x + k, 1) ** (n + 1), 0),
         jnp.zeros_like(x),
     )
-    return lax.polygamma(jnp.full_like(x, n), x + steps) - (-1) ** n * math.factorial(n) * total
+    value = lax.polygamma(jnp.full_like(x, n), x + steps) - (-1) ** n * math.factorial(n) * total
+    pole = (x <= 0) & (x == jnp.floor(x))
+    return jnp.where(pole, jnp.inf if n % 2 else -jnp.inf, jnp.where(jnp.isposinf(x), 0, value))
 
 
 @polygamma.defjvp
@@ -57,6 +58,26 @@ def _polygamma_jvp(n: int, primals: tuple[jax.Array], tangents: tuple[Any]) -> t
 
 
 op("polygamma.default")(in_opmath(polygamma))
+
+
+@op("lgamma.default")
+@jax.custom_jvp
+def lgamma(x: jax.Array) -> jax.Array:
+    """The logarithm of the absolute value of the gamma function."""
+    return lax.lgamma(x)
+
+
+lgamma.defjvps(lambda tangent, _, x: tangent * polygamma(0, x))
+
+
+@op("special_ndtri.default")
+@jax.custom_jvp
+def ndtri(x: jax.Array) -> jax.Array:
+    """The inverse of the normal distribution function."""
+    return special.ndtri(x)
+
+
+ndtri.defjvps(lambda tangent, y, _: tangent * math.sqrt(2 * math.pi) * jnp.exp(jnp.square(y) / 2))
 
 
 @op("i0.default")
@@ -97,9 +118,14 @@ def nextafter(x: jax.Array, other: jax.Array) -> jax.Array:
     return _with_gradient(jnp.nextafter(*map(lax.stop_gradient, (x, other))), jnp.where(x == other, 0, x))
 
 
+@jax.custom_jvp
 def _with_gradient(value: jax.Array, like: jax.Array) -> jax.Array:
     """Return a value with the gradient of another function."""
-    return lax.stop_gradient(value) + jnp.where(jnp.isfinite(like), like - lax.stop_gradient(like), 0)
+    del like
+    return value
+
+
+_with_gradient.defjvps(None, lambda tangent, *_: tangent)
 
 
 def _polynomial(first: Callable[[jax.Array], jax.Array], following: Recurrence) -> Callable[..., jax.Array]:
@@ -109,7 +135,7 @@ def _polynomial(first: Callable[[jax.Array], jax.Array], following: Recurrence) 
         """The polynomial of degree n, 0 for a negative one."""
         x, n = jnp.broadcast_arrays(*map(lax.stop_gradient, map(jnp.asarray, (x, n))))
         x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(n.dtype)
-        degree = jnp.trunc(n).astype(int)
+        degree = jnp.where(jnp.isfinite(n), jnp.trunc(n), -1).astype(int)
 
         def body(k: Any, values: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             before, now = values

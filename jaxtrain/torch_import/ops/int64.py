@@ -1,0 +1,62 @@
+"""Operations in 64 bits, whatever width JAX gives integers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.torch_import.ops.registry import TABLE, op
+
+INT64 = "jaxtrain.int64.default"
+"""An operation of the table on integers that may be beyond int32. Its first argument is the overload, its keyword
+argument `promoted` the dtype that an elementwise operation converts its arguments to, and `narrow` says that integers
+of the result fit in int32, or are read modulo 2**32."""
+
+
+def holds_int64(x: Any) -> bool:
+    """Return whether an array is one of int64, or a concrete one with integers beyond int32."""
+    dtype = getattr(x, "dtype", None)
+    if dtype != np.int64 or isinstance(x, jax.Array):
+        return bool(dtype == np.int64)
+    limits = np.iinfo(np.int32)
+    return bool(x.size and (x.min() < limits.min or x.max() > limits.max))
+
+
+def int64_array(values: Any) -> np.ndarray:
+    """Return integers beyond int32 as an array of NumPy, which `int64` reads."""
+    return np.array(values, np.int64)
+
+
+def as_int64(x: Any) -> Any:
+    """Return a constant of integers beyond int32 as JAX's array; others as they are.
+
+    Its bits are two arrays of 32: a constant of 64 would lose the upper ones where a program is compiled.
+    """
+    if isinstance(x, jax.Array) or not holds_int64(x):
+        return x
+    bits = np.asarray(x, np.int64)
+    high, low = (bits >> 32).astype(np.int32), bits.astype(np.uint32)
+    with jax.enable_x64(True):
+        return (jnp.asarray(high).astype(np.int64) << 32) | jnp.asarray(low).astype(np.int64)
+
+
+@op("int64.default", library="jaxtrain")
+def int64(overload: str, *args: Any, promoted: str | None = None, narrow: bool = False, **kwargs: Any) -> Any:
+    """Call an operation of PyTorch, by its overload, with integers in 64 bits."""
+
+    def widened(x: Any) -> Any:
+        if not isinstance(x, jax.Array | np.ndarray):
+            return x
+        x = as_int64(x)
+        if promoted is not None:
+            return jnp.asarray(x, promoted)
+        return x.astype(np.int64) if x.dtype == np.int32 else x
+
+    def narrowed(x: Any) -> Any:
+        return x.astype(np.int32) if narrow and not wide and getattr(x, "dtype", None) == np.int64 else x
+
+    wide = jax.config.jax_enable_x64
+    with jax.enable_x64(True):
+        args, kwargs = jax.tree.map(widened, (args, kwargs))
+        return jax.tree.map(narrowed, TABLE[overload](*args, **kwargs))

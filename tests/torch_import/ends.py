@@ -1,0 +1,81 @@
+"""PyTorch's own samples of its operations (`op_db`) at the ends of their domains, compared in float64.
+
+The elements of a sample are replaced by 0, -0, ±1, infinities and NaN, and by equal values. Values and gradients are
+compared with a distinct weight on every output element; NaN where PyTorch has NaN.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.torch_import.samples import Operation, Outcome, compared_at, sample_sizes
+
+FINITE = (0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 3.0, -3.0)
+INFINITE = (np.inf, -np.inf, np.nan)
+
+
+def is_of_matrices(info: Any) -> bool:
+    """Return whether an entry decomposes matrices, which LAPACK may not end for infinities and NaN."""
+    return info.name.startswith("linalg.") or info.name in _OF_MATRICES
+
+
+_OF_MATRICES = frozenset(
+    (
+        "svd",
+        "cholesky",
+        "cholesky_inverse",
+        "cholesky_solve",
+        "lu",
+        "lu_solve",
+        "lu_unpack",
+        "qr",
+        "geqrf",
+        "logdet",
+        "pinverse",
+        "triangular_solve",
+        "ormqr",
+        "matrix_exp",
+    )
+)
+
+
+def points(
+    tensors: list[torch.Tensor], seed: int = 0, *, infinite: bool = True
+) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Yield the arguments of a sample at ends of domains, with a name for each set."""
+    rng = np.random.default_rng(seed)
+
+    def replaced(choose: Any) -> list[torch.Tensor]:
+        return [torch.as_tensor(choose(x.numpy())) if x.dtype == torch.float64 else x for x in tensors]
+
+    yield "zeros", replaced(np.zeros_like)
+    yield "ones", replaced(np.ones_like)
+    yield "probabilities", replaced(lambda x: rng.choice((0.0, 1.0, 0.5), x.shape))
+    yield "finite ends", replaced(lambda x: rng.choice(FINITE, x.shape))
+    if not infinite:
+        return
+    yield "infinities", replaced(lambda x: rng.choice((*FINITE, np.inf, -np.inf), x.shape))
+    yield "all ends", replaced(lambda x: rng.choice((*FINITE, *INFINITE), x.shape))
+    for value in INFINITE:
+        yield f"one {value}", replaced(lambda x, value=value: _with_one(x, value, rng))
+
+
+def _with_one(x: np.ndarray, value: float, rng: np.random.Generator) -> np.ndarray:
+    x = x.copy()
+    if x.size:
+        x.flat[rng.integers(x.size)] = value
+    return x
+
+
+def outcomes(info: Any, *, limit: int = 2, seed: int = 0) -> Iterator[Outcome]:
+    """Yield the outcomes of some samples of an entry of `op_db` at ends of their domains."""
+    for sample in sample_sizes(info, limit):
+        module, tensors = Operation.of(info, sample)
+        if any(x.layout != torch.strided or x.is_quantized for x in tensors):
+            continue
+        if not any(x.dtype == torch.float64 for x in tensors):
+            continue
+        for name, outcome in compared_at(module, tensors, points(tensors, seed, infinite=not is_of_matrices(info))):
+            yield outcome._replace(detail=f"{[tuple(x.shape) for x in tensors]} {name}: {outcome.detail}")
