@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jaxtrain.user_cache import user_cache
 
@@ -130,6 +130,7 @@ def devices() -> Iterator[Finding]:
         yield Finding("devices", "fine", kinds + (f"; {_driver()}" if DRIVER.exists() else ""))
     for device in found:
         yield from products(device)
+    yield from programs(found[0])
 
 
 def products(device: object) -> Iterator[Finding]:
@@ -156,6 +157,17 @@ def products(device: object) -> Iterator[Finding]:
     else:
         yield Finding(name, "problem", f"wrong products: errors in units of epsilon {message}",
                       "update the driver and jax; if it persists, replace the device")  # fmt: skip
+
+
+def programs(device: Any) -> Iterator[Finding]:
+    """Run programs that a released compiler computed wrongly."""
+    from jaxtrain.debug.miscompiled import PROGRAMS, miscompiled
+
+    if wrong := miscompiled(device):
+        fix = f"pip install jax=={TESTED_JAX}, which jaxtrain is tested with, and repeat what was trained with this one"
+        yield Finding("compiled programs", "problem", f"wrong on {device.device_kind}: {', '.join(wrong)}", fix)
+    else:
+        yield Finding("compiled programs", "fine", f"all {len(PROGRAMS)} that a released JAX got wrong are right")
 
 
 def cache() -> Iterator[Finding]:

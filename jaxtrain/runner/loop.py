@@ -104,6 +104,7 @@ def run_training(
     preflight.check_settings(recipe)
     retention = Retention(recipe.keep_last, recipe.keep_best, recipe.keep_every)
     uncached = bypass_compilation_cache(run_mesh(recipe.mesh))
+    preflight.check_compiler()
     with uncached, RunLock(run.path) as lock, explain_out_of_memory(name, recipe, run):
         resuming = processes.once(lambda: _is_resuming(run, lock, resume))
         with console.phase("reading the data, initializing the model"):

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from jaxtrain.cost import format_bytes
+from jaxtrain.debug import TESTED_JAX, miscompiled_once
 from jaxtrain.distributed import PIPELINE, data_parallel_size, parse_mesh, run_devices, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief, type_errors
@@ -85,6 +86,16 @@ def stored_recipe(run: RunFolder, named: str | None = None) -> tuple[str, Recipe
         start = f"jaxtrain train {named or 'RECIPE'} --out {run.path}"
         raise UserError(f"{run.path} holds no run: start one with {start}")
     return read_config(run.config, named)
+
+
+def check_compiler() -> None:
+    """Raise `UserError` if this JAX computes programs wrongly on the device that it trains on."""
+    device = jax.local_devices()[0]
+    if wrong := miscompiled_once(device):
+        raise UserError(
+            f"jax {jax.__version__} computes wrong numbers on this {device.device_kind} ({', '.join(wrong)}): install "
+            f"the one that jaxtrain is tested with, pip install jax=={TESTED_JAX}"
+        )
 
 
 def check_settings(recipe: Recipe) -> None:

@@ -21,6 +21,7 @@ from parity.selftest.check_result import CheckResult
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 CHECKS = (
+    "compiler.programs",
     "products.products",
     "products.convolutions",
     "step.overflow",
