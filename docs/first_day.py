@@ -130,7 +130,7 @@ class Transcript:
 
 
 STAGES = [
-    Stage("Install", "pip install '.[parity,onnx]'"),
+    Stage("Install", "pip install -c constraints.txt '.[parity,onnx]'"),
     Stage("Check the machine", "jaxtrain doctor"),
     Stage(
         "Train on a folder of texts, and stop",

@@ -103,12 +103,21 @@ def _product(x: jax.Array, scale: jax.Array, dtype: Any, hides_inf: bool) -> jax
 
 
 def _cast_on_cpu(x: jax.Array, scale: jax.Array, *, dtype: Any, hides_inf: bool) -> jax.Array:
-    """Do the same, rounded once also where XLA:CPU converts by way of float16: in the former emitters of JAX 0.10.1.
+    return rounded_once(_product(x, scale, dtype, hides_inf), dtype)
 
-    A number is first rounded to odd in the precision of bfloat16, which float16 has in the range of both formats. So
-    none becomes the middle between two numbers of a format, which the second rounding might round to the wrong side.
+
+def rounded_once(x: jax.Array, dtype: Any) -> jax.Array:
+    """Convert float32 numbers to 8 bits, rounded once by every compiler.
+
+    XLA:CPU may convert by way of float16: its former emitters do in JAX 0.10.1. A number is therefore first rounded to
+    odd in the precision of bfloat16, which float16 has in the range of both formats. So none becomes the middle between
+    two numbers of a format, which the second rounding might round to the wrong side.
+
+    Example:
+      >>> rounded_once(jnp.array([1.0625, 1.0626]), E4M3).tolist()
+      [1.0, 1.125]
     """
-    bits = lax.bitcast_convert_type(_product(x, scale, dtype, hides_inf), np.uint32)
+    bits = lax.bitcast_convert_type(x, np.uint32)
     is_between = ((bits & _BELOW_BFLOAT16) != 0).astype(np.uint32)
     odd = (bits & ~_BELOW_BFLOAT16) | (is_between << np.uint32(16))
     return lax.bitcast_convert_type(odd, np.float32).astype(dtype)

@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.errors import UserError
 from jaxtrain.transforms import jaxpr
+from jaxtrain.transforms.fp8_scales import rounded_once
 from parity.oracle.literal import written_number
 
 JAX_WIDER = {
@@ -174,7 +175,7 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:
         _refuse(eqn, f"{kind} of jax.experimental.hijax has its own dtypes: write the model without it")
     if name == "convert_element_type" and _is_8_bits(eqn.params["new_dtype"]):
         # As PyTorch does, by way of float32.
-        return jaxpr.bind(eqn, [lax.convert_element_type(args[0], np.float32)])
+        return [rounded_once(lax.convert_element_type(args[0], np.float32), eqn.params["new_dtype"])]
     if name == "dot_general":
         args = [lax.convert_element_type(x, np.float64) if _is_8_bits(x.dtype) else x for x in args]
     return jaxpr.bind(_lifted(eqn), args)

@@ -49,9 +49,8 @@ def test_no_loop_of_the_step_is_over_short_rows_and_no_array_is_copied():
     if "ynn_fusion" in hlo:  # XLA sums by a library: the loss may have an array of squares
         large.pop((rows, "fusion"), None)
     # The gradient, the moments and the weight.
-    loops = {("18432", "fusion"): 4}
+    expected = {("18432", "fusion"): 4}
     if jax.__version_info__ < (0, 10, 2):
-        # Sums do not contain what they sum, here the squares of the gradient and of the loss, which is not rewritten.
-        # The weight is copied, because the loss reads it too.
-        loops = {("18432", "fusion"): 5, (rows, "fusion"): 1, (rows, "copy"): 1, ("18432", "copy"): 1}
-    assert large == loops
+        # The loss, which is not rewritten, has a loop for its squares, and the weight that it reads is copied.
+        expected |= {(rows, "fusion"): 1, (rows, "copy"): 1, ("18432", "copy"): 1}
+    assert large == expected

@@ -88,7 +88,8 @@ def pairs_per_device(spec, segments, monkeypatch):
         assert blocks is None  # as for a CPU
         assert not by_row
         pairs = visible_pairs(options, Sizes.divided(q.shape[1], k.shape[1], 64, 64), len(q), operands)
-        return jnp.full(q.shape, pairs.count, q.dtype), jnp.zeros((len(q), q.shape[2], q.shape[1]))
+        sums = jnp.zeros((len(q), q.shape[2], q.shape[1]))
+        return jnp.full(q.shape, pairs.count, q.dtype), sums, sums
 
     monkeypatch.setattr(blockwise, "forward", counted)
     monkeypatch.setattr(ring_steps, "_combined", lambda one, other: (one[0] + other[0], other[1]))
