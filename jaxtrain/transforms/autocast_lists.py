@@ -150,7 +150,7 @@ UNLISTED = ARITHMETIC | frozenset(
         *("create_linear", "dce_sink", "debug_callback", "debug_print", "inspect_sharding", "tie", "unreachable"),
         # Only within transformations of JAX.
         *("box_get", "box_set", "call_hi_primitive_linearized", "custom_jvp_call_jaxpr", "custom_lin"),
-        *("log_extend", "log_read", "new_box", "new_log", "stage"),
+        *("log_extend", "log_read", "new_box", "new_log", "program_order", "stage"),
     )
 )
 """Primitives of JAX that neither list names: `ARITHMETIC`, and those that compute no floating-point numbers."""

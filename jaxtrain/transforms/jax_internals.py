@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import xla_metadata
 from jax.extend.core import JaxprEqn
 
 from jaxtrain.errors import UserError
@@ -217,7 +218,7 @@ def _has(owner: Callable[[], Any], *names: str) -> Callable[[], bool]:
 
 def _equation(fn: Callable[..., Any] = jnp.sin, primitive: str = "sin|cos") -> JaxprEqn:
     """Return the first equation of `fn` that is of one of these primitives, "a|b"."""
-    eqns = jax.make_jaxpr(fn)(jnp.ones(3)).eqns
+    eqns = readable_equations()(jax.make_jaxpr(fn))(jnp.ones(3)).eqns
     return next(eqn for eqn in eqns if eqn.primitive.name in primitive.split("|"))
 
 
@@ -269,6 +270,13 @@ def _parts_are_readable() -> bool:
 
 def _composites_are_readable() -> bool:
     return not {"call_jaxpr", "jaxpr"}.isdisjoint(_equation(lax.composite(jnp.sin, "sine"), "composite").params)
+
+
+def _metadata_is_readable() -> bool:
+    call = getattr(xla_metadata, "xla_metadata_call", None)  # since JAX 0.12
+    return (
+        call is None or {"jaxpr", "xla_metadata"} <= _equation(call(jnp.sin, of="x"), "xla_metadata_call").params.keys()
+    )
 
 
 def _hijax_is_readable() -> bool:
@@ -369,6 +377,7 @@ INTERNALS: tuple[Internal, ...] = (
     Internal("eval_jaxpr[call_jaxpr] or closed_call[call_jaxpr]", _jaxpr, _parts_are_readable),
     Internal("composite[call_jaxpr] or composite[jaxpr]", _jaxpr, _composites_are_readable),
     _has_params("custom_vmap_call", _with_vmap, "call"),
+    Internal("xla_metadata_call[jaxpr, xla_metadata]", _jaxpr, _metadata_is_readable),
     Internal("call_hi_primitive[_prim].expand, in_avals", _jaxpr, _hijax_is_readable),
     _has_params("scan", _scan, "jaxpr", "length", "reverse", "unroll"),
     Internal("scan[num_consts, num_carry] or scan[ft_in]", _jaxpr, _scan_sizes_are_readable),

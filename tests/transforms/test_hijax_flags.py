@@ -10,7 +10,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.cost.flops import flops
-from jaxtrain.transforms.jax_internals import OF_HIJAX, _config
+from jaxtrain.transforms.jax_internals import OF_HIJAX, _config, missing_internals
 from tests.models.programs import equations
 from tests.transforms.test_control_flow import in_custom_jvp, in_custom_vjp, in_nest, in_part_of_checkpoint
 
@@ -85,7 +85,13 @@ def test_a_function_under_autocast_is_the_same(fn):
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.skipif("remat3" not in FLAGS, reason="defremat is new in JAX 0.12")
+def test_the_doctor_finds_the_same_internals():
+    before = missing_internals()
+    with switched(FLAGS, True):
+        assert missing_internals() == before
+
+
+@pytest.mark.skipif(not hasattr(clipped, "defremat"), reason="defremat is new in JAX 0.12")
 def test_rules_for_one_implementation_alone_are_refused():
     @jax.custom_vjp
     def sine(x):
