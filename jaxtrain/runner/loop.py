@@ -205,10 +205,8 @@ def _train_through(session: Session, state: TrainState, first: Evaluation | None
     while True:
         with metrics_log(run.metrics, run.tensorboard, from_step=int(state.step) + (first is None)) as log:
             if log.damaged:
-                console.message(
-                    f"{run.metrics}: {len(log.damaged)} damaged lines, the first one line {log.damaged[0]}, were moved "
-                    "to metrics.superseded.jsonl"
-                )
+                lines = f"{', '.join(map(str, log.damaged[:5]))}{' …' * (len(log.damaged) > 5)}"
+                console.message(f"{run.metrics}: damaged lines ({lines}) were moved to metrics.superseded.jsonl")
             if first is not None:
                 events.evaluation(0, first.metrics, state, first.media)
                 log.write(LogLine(step=0, evaluation=first.metrics), events.take_media())

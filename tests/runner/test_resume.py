@@ -70,7 +70,7 @@ def test_a_resumed_run_reports_another_environment_and_keeps_both(tmp_path, monk
     output = capsys.readouterr().out
     assert "the run was started with jax 0.4.1, here " in output
     assert re.search("the run was started with XLA_FLAGS --xla_one, here .*: results may not be bit-identical", output)
-    assert "run/metrics.jsonl: 1 damaged lines, the first one line 4, were moved to metrics.superseded.jsonl" in output
+    assert "run/metrics.jsonl: damaged lines (3) were moved to metrics.superseded.jsonl" in output
     config = json.loads(path.read_text())
     assert config["versions"]["jax"] != "0.4.1"
     (earlier,) = config["earlier"]
