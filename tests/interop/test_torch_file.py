@@ -67,7 +67,7 @@ def test_a_file_that_allocates_memory_by_a_number_is_refused(call, path):
 
 def write_pickle(path, value):
     """Write a checkpoint whose model is the value of some opcodes."""
-    content = b"\x80\x04}X\x05\x00\x00\x00model" + value + b"s."
+    content = b"\x80\x02}X\x05\x00\x00\x00model" + value + b"s."
     with zipfile.ZipFile(path, "w") as archive:
         for name, member in {"data.pkl": content, "version": "3\n", "byteorder": "little"}.items():
             archive.writestr(f"archive/{name}", member)
