@@ -172,9 +172,17 @@ def _create_folder(run: RunFolder, lock: RunLock) -> None:
 
 def _restore(session: Session, like: TrainState) -> TrainState:
     state, saved = session.checkpoints.restore(like, on_damaged=session.console.message)
-    for change in check_saved(saved, session.training.recipe, session.run):
+    try:
+        changes = check_saved(saved, session.training.recipe, session.run)
+        session.position.restore(saved, state)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        where = session.run.checkpoints / str(int(state.step))
+        raise UserError(
+            f"{where} does not hold the position of this run ({type(error).__name__}: {error}): remove it, and the "
+            "checkpoint before it is used"
+        ) from error
+    for change in changes:
         session.console.message(change)
-    session.position.restore(saved, state)
     return state
 
 
