@@ -1,7 +1,7 @@
 """Chat templates: conversations as the text that a model was trained on, rendered as `transformers` does.
 
 A template is a program from a folder that is not trusted. It runs in the sandbox of jinja2, without access to files,
-modules and attributes with underscores, and its inputs are plain JSON values.
+modules and attributes with underscores, with bounded time and memory, and its inputs are plain JSON values.
 """
 
 import json
