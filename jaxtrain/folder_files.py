@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +20,7 @@ from jaxtrain.errors import UserError
 
 MOST_BYTES = 100 * 10**6
 """Largest file that is read whole: the bound of safetensors for its headers."""
+_DEPTH = 100
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO would wait for a writer
 _LINK = "it is a symbolic link, which is not followed"
 
@@ -65,12 +66,32 @@ def read_json(path: Path, inside: Path | None = None, *, most: int = MOST_BYTES)
     return parse_json(read_file(path, inside, most=most))
 
 
-def parse_json(text: bytes | str) -> Any:
-    """Parse JSON. Raises `ValueError` if it is not valid, or nested too deeply."""
+def parse_json(text: bytes | str, *, constant: Callable[[str], Any] | None = None) -> Any:
+    """Parse JSON.
+
+    Args:
+      text: The text.
+      constant: Returns the value of NaN, Infinity and -Infinity; by default they are floats.
+
+    Raises:
+      ValueError: It is not valid, or nested too deeply for what is to be done with it.
+    """
     try:
-        return json.loads(text)
+        value = json.loads(text, parse_constant=constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    level, depth = [value], 0
+    while level := [
+        entry for container in level if isinstance(container, dict | list) for entry in _entries(container)
+    ]:
+        depth += 1
+        if depth > _DEPTH:
+            raise ValueError("it is nested too deeply")
+    return value
+
+
+def _entries(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 @contextlib.contextmanager

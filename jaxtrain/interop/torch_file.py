@@ -27,7 +27,6 @@ _SCALER = ("scaler", "scaler_state_dict")
 _STEP = ("step", "global_step")
 _MAX_LISTED = 20
 _MAX_NUMBERS = 10**6
-_MOST_REPEATED = 10**8  # bytes of a tensor whose elements are repeated, as those of `expand`
 _MAX_UPDATES = 2**31  # counts are int32
 
 
@@ -219,9 +218,8 @@ def load(path: Path) -> Any:
 
 
 def _check_sizes(saved: Any, path: Path) -> None:
-    """Raise `UserError` for tensors of more bytes than the file has: their elements are not in it, or repeated."""
+    """Raise `UserError` for a tensor of more bytes than the file has: its elements are not in it."""
     waiting, seen, size = [saved], set[int](), path.stat().st_size
-    limit = max(size, _MOST_REPEATED)
     while waiting:
         value = waiting.pop()
         if id(value) in seen:
@@ -231,9 +229,10 @@ def _check_sizes(saved: Any, path: Path) -> None:
             waiting += value.values()
         elif isinstance(value, list | tuple):
             waiting += value
-        elif _is_tensor(value) and not value.is_meta and value.numel() * value.element_size() > limit:
-            shape = list(value.shape)
-            raise UserError(f"{path} has {size:,} bytes, but a tensor of shape {shape}: save contiguous tensors")
+        elif _is_tensor(value) and str(value.layout) == "torch.strided" and not value.is_meta:
+            stored = value.untyped_storage().nbytes()
+            if stored > size:
+                raise UserError(f"{path} has {size:,} bytes, but a tensor of {stored:,}: save the model again")
 
 
 def _check_pickles(path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError, reason
 from jaxtrain.fields import from_json
-from jaxtrain.folder_files import is_folder, read_file, write_file
+from jaxtrain.folder_files import is_folder, parse_json, read_file, write_file
 from jaxtrain.observe.log_line import LogLine
 from jaxtrain.observe.metrics import read_metrics
 from jaxtrain.run_folder import RunFolder, recorded_config
@@ -198,8 +198,8 @@ def _read(kind: type[T], path: Path, inside: Path | None = None) -> T:
     """Read a JSON file with the fields of a dataclass. Raises `UserError`."""
     try:
         # A number that is not finite is written as null in metrics.jsonl, and as NaN in older files of evaluations.
-        return from_json(kind, json.loads(read_file(path, inside), parse_constant=lambda name: None))
-    except (OSError, ValueError, RecursionError) as error:
+        return from_json(kind, parse_json(read_file(path, inside), constant=lambda name: None))
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({reason(error)}): restore it, or delete it") from error
 
 

@@ -198,9 +198,17 @@ def _create_folder(run: RunFolder, lock: RunLock) -> None:
 
 def _restore(session: Session, like: TrainState) -> TrainState:
     state, saved = session.checkpoints.restore(like, on_damaged=session.console.message)
-    for change in check_saved(saved, session.training.recipe, session.run):
+    try:
+        changes = check_saved(saved, session.training.recipe, session.run)
+        session.position.restore(saved, state)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        where = session.run.checkpoints / str(int(state.step))
+        raise UserError(
+            f"{where} does not hold the position of this run ({type(error).__name__}: {error}): remove it, and the "
+            "checkpoint before it is used"
+        ) from error
+    for change in changes:
         session.console.message(change)
-    session.position.restore(saved, state)
     return state
 
 
@@ -231,10 +239,8 @@ def _train_through(session: Session, state: TrainState, first: Evaluation | None
     while True:
         with metrics_log(run.metrics, run.tensorboard, from_step=int(state.step) + (first is None)) as log:
             if log.damaged:
-                console.message(
-                    f"{run.metrics}: {len(log.damaged)} damaged lines, the first one line {log.damaged[0]}, were moved "
-                    "to metrics.superseded.jsonl"
-                )
+                lines = f"{', '.join(map(str, log.damaged[:5]))}{' …' * (len(log.damaged) > 5)}"
+                console.message(f"{run.metrics}: damaged lines ({lines}) were moved to metrics.superseded.jsonl")
             if first is not None:
                 events.evaluation(0, first.metrics, state, first.media)
                 log.write(LogLine(step=0, evaluation=first.metrics), events.take_media())

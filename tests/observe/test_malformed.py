@@ -85,7 +85,7 @@ def check(run: Path) -> str | None:
 
 
 @pytest.mark.parametrize("name", FILES)
-@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_json_is_shown_or_refused(name, data):
     changed = data.draw(mutated_tree(FILES[name], NASTY | EXTREME))

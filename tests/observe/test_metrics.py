@@ -124,3 +124,27 @@ def test_a_line_is_the_same_object_after_a_round_trip():
     written = {"step": 7, "loss": None, "grad_norm": 0.5, "skipped": 1, "tokens_per_s": 9.0, "lr": 0.1, "lr/0": 0.1}
     written |= Rollback(9, 7, 4.0, 2).to_json() | {"gpu_utilisation": 0.25, "eval_loss": 1.0, "eval_f1": None, "x": 3}
     assert list(LogLine.from_json(written).to_json().items()) == list(written.items())
+
+
+def test_a_log_that_is_deleted_or_replaced_loses_no_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, tmp_path / "tensorboard") as metrics:
+        metrics.write(line(0))
+        path.unlink()
+        metrics.write(line(1))
+        assert [m.step for m in read_metrics(path)] == [0, 1]
+        edited = tmp_path / "edited"  # as editors write a file
+        edited.write_bytes(path.read_bytes())
+        edited.replace(path)
+        metrics.write(line(2))
+    assert [m.step for m in read_metrics(path)] == [0, 1, 2]
+
+
+def test_damaged_lines_are_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"step": 1, "lo\n{"step": 2, "loss": "x"}\n{"step": 3}\n{"step": 4, "l')
+    with MetricsLog(path, tmp_path / "tensorboard", from_step=4) as metrics:
+        assert metrics.damaged == [2, 3]
+    assert path.read_bytes() == b'{"step": 0}\n{"step": 3}\n'
+    superseded = (tmp_path / "metrics.superseded.jsonl").read_bytes().splitlines()
+    assert superseded == [b'{"step": 1, "lo', b'{"step": 2, "loss": "x"}', b'{"step": 4, "l']

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import jaxtrain as jt
 from jaxtrain.cli import main
 from jaxtrain.errors import UserError
 from jaxtrain.recipes.image import MLPRecipe
 from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner.lock import RunLock
 from jaxtrain.runner.resume import CHANGEABLE, check_saved, saved_settings
 
 RUN = RunFolder(Path("runs/x"))
@@ -70,7 +72,7 @@ def test_a_resumed_run_reports_another_environment_and_keeps_both(tmp_path, monk
     output = capsys.readouterr().out
     assert "the run was started with jax 0.4.1, here " in output
     assert re.search("the run was started with XLA_FLAGS --xla_one, here .*: results may not be bit-identical", output)
-    assert "run/metrics.jsonl: 1 damaged lines, the first one line 4, were moved to metrics.superseded.jsonl" in output
+    assert "run/metrics.jsonl: damaged lines (3) were moved to metrics.superseded.jsonl" in output
     config = json.loads(path.read_text())
     assert config["versions"]["jax"] != "0.4.1"
     (earlier,) = config["earlier"]
@@ -82,3 +84,29 @@ def test_a_resumed_run_reports_another_environment_and_keeps_both(tmp_path, monk
     error = capsys.readouterr().err
     assert "run/config.json sets lr to 0.5, but the run was trained with 0.00" in error
     assert error.count("\n") == 1
+
+
+def test_files_deleted_from_a_run_in_progress_are_written_again(tmp_path):
+    run = RunFolder(tmp_path / "run")
+
+    def delete(step, metrics, state):
+        if step == 3:
+            run.config.unlink()
+            run.metrics.unlink()
+
+    recipe = MLPRecipe(hidden=4, batch_size=8, steps=4, log_every=1, eval_every=4)
+    done = jt.fit(recipe, run.path, quiet=True, on_step=delete)
+    assert [line["step"] for line in done.history] == [0, 1, 2, 3, 4]
+    assert json.loads(run.config.read_text())["settings"]["hidden"] == 4
+
+
+def test_a_deleted_lock_admits_no_second_process(tmp_path):
+    with RunLock(tmp_path) as first, RunLock(tmp_path) as second:
+        first.take()
+        (tmp_path / "lock").unlink()
+        with pytest.raises(UserError, match="is in use by another process: wait for it"):
+            second.take()
+        assert not second.held
+    with RunLock(tmp_path) as third:
+        third.take()
+        assert third.held

@@ -1,7 +1,7 @@
 """Chat templates: conversations as the text that a model was trained on, rendered as `transformers` does.
 
 A template is a program from a folder that is not trusted. It runs in the sandbox of jinja2, without access to files,
-modules and attributes with underscores, and its inputs are plain JSON values.
+modules and attributes with underscores, with bounded time and memory, and its inputs are plain JSON values.
 """
 
 import json
@@ -16,6 +16,7 @@ from jaxtrain.data.finetuning.template_limits import budget, conversation_budget
 from jaxtrain.errors import UserError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MOST_CHARACTERS = 2 * 10**5  # of a template: known ones have up to 20,000
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, in the order of preference
 _recording: ContextVar["_Recording | None"] = ContextVar("recording", default=None)
 
@@ -138,6 +139,8 @@ def _compile(source: str, name: str, now: datetime) -> Any:
         from jinja2.ext import loopcontrols
     except ImportError:
         raise UserError("chat templates need jinja2: pip install 'jaxtrain[run]'") from None
+    if len(source) > _MOST_CHARACTERS:
+        raise UserError(f"{name} has {len(source):,} characters, more than {_MOST_CHARACTERS:,}: use a chat template")
     environment = limited_environment(
         {"tojson": _to_json},
         trim_blocks=True,

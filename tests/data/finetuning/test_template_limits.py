@@ -76,6 +76,7 @@ LARGE = {
     "block": "{% block b %}" + "x" * 10**5 + "{% endblock %}{% for i in range(99999) %}{{ self.b() }}{% endfor %}",
 }
 INVALID = {
+    "long": "{{ a }}" * 30000,
     "deep": "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
     "deep loops": "{% for i in [1] %}" * 60 + "{% endfor %}" * 60,
     "parentheses": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
