@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     *(
         "errors",
-        "interrupts",
         "fields",
         "paths",
+        "interrupts",
         "user_cache",
         "user_file",
         "compilation",

@@ -144,7 +144,7 @@ def read_record(run: RunFolder) -> Record:
             facts={name: str(fact) for name, fact in _json(_facts(run)).items()},
             prompt=result.get("prompt") or "",
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{run.path} cannot be read ({reason(error)}): restore it, or leave it out") from error
 
 
