@@ -336,9 +336,12 @@ def check_first_loss(loss: float, task: Task, cause: str | None = None) -> dict[
 
     Raises `UserError` if it is not finite; `cause` is what `cause_in_batch` found.
     """
+    if not math.isfinite(loss) and cause:
+        raise UserError(f"the first validation loss is {loss}, {cause}")
     if not math.isfinite(loss):
-        why = f", {cause}" if cause else ": check the data, the initial parameters and the loss for inf or NaN"
-        raise UserError(f"the first validation loss is {loss}{why}")
+        raise UserError(
+            f"the first validation loss is {loss}: check the data, the initial parameters and the loss for inf or NaN"
+        )
     references = {name: f"{value:.3f} (to be beaten)" for name, value in task.references.items()}
     if task.classes is None:
         return {"first loss": f"{loss:.3f}", **references}
