@@ -106,9 +106,11 @@ class Guard:
         self._reached_skip_limit |= self._skips >= self._max_skips
         if leaf >= 0:
             self._nonfinite = int(step.metrics["nonfinite_micro_batch"]), leaf
-        if is_skipped and not self._has_warned and (cause := cause_in_batch(loss, step.batch.arrays)):
-            self._has_warned = True
-            self._bad_batch = f"warning: step {step.step} was skipped: the loss is {loss:g}, {cause}"
+        if is_skipped and not self._has_warned:
+            # Integers are no cause here: a scale that is too large has the same effect.
+            cause = cause_in_batch(loss, step.batch.arrays, ranges=False)
+            self._has_warned = cause is not None
+            self._bad_batch = cause and f"warning: step {step.step} was skipped: the loss is {loss:g}, {cause}"
         if leaf < 0 and math.isfinite(loss):
             if self._factor is not None:
                 self._check_loss(step, loss, self._factor)

@@ -282,7 +282,7 @@ def _run_failed(session: Session, invalid: RunInvalid) -> RunFailed:
 
     note, newest, step = *processes.once(lambda: (save_batch(), max(saved_steps(run.checkpoints)))), whole.step
     loss = float(whole.metrics["loss"])
-    cause = cause_in_batch(loss, whole.batch.arrays)
+    cause = cause_in_batch(loss, preflight.suspects(session.training.task, whole.batch.arrays))
     return RunFailed(
         f"step {step}: {invalid.reason}: stopped{note}, the checkpoint of step {newest} is valid; "
         f"{f'the loss is {loss:g}, {cause}; ' if cause else ''}jaxtrain replay {run.path} {step} shows where it "

@@ -6,7 +6,7 @@ import inspect
 import math
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -337,9 +337,27 @@ def check_disk(folder: Path, state: TrainState, kept: int) -> str | None:
 def check_labels_in_batch(task: Task, batch: dict[str, np.ndarray]) -> None:
     """Raise `UserError` for an integer array of a batch with values out of range."""
     for name, x in batch.items():
-        bound = task.bounds.get(name, task.classes)
-        if bound is not None and np.issubdtype(x.dtype, np.integer) and not (x.min() >= 0 and x.max() < bound):
+        if (bound := _bound(task, name, x)) is not None and not _is_below(x, bound):
             raise UserError(f"{name} must be in 0..{bound - 1}, got {x.min()} to {x.max()}: fix the data")
+
+
+def suspects(task: Task, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays of a batch that may make its loss NaN: all but integers known to be in range."""
+
+    def is_right(name: str, x: np.ndarray) -> bool:
+        bound = _bound(task, name, x)
+        return bound is not None and _is_below(x, bound)
+
+    return {name: x for name, x in batch.items() if not is_right(name, x)}
+
+
+def _bound(task: Task, name: str, x: np.ndarray) -> int | None:
+    """Return the exclusive upper bound of an integer array of a batch; None if the task gives none."""
+    return task.bounds.get(name, task.classes) if np.issubdtype(x.dtype, np.integer) else None
+
+
+def _is_below(x: np.ndarray, bound: int) -> bool:
+    return bool(x.min() >= 0 and x.max() < bound)
 
 
 def check_first_loss(loss: float, task: Task, cause: str | None = None) -> dict[str, str]:
@@ -347,9 +365,12 @@ def check_first_loss(loss: float, task: Task, cause: str | None = None) -> dict[
 
     Raises `UserError` if it is not finite; `cause` is what `cause_in_batch` found.
     """
+    if not math.isfinite(loss) and cause:
+        raise UserError(f"the first validation loss is {loss}, {cause}")
     if not math.isfinite(loss):
-        why = f", {cause}" if cause else ": check the data, the initial parameters and the loss for inf or NaN"
-        raise UserError(f"the first validation loss is {loss}{why}")
+        raise UserError(
+            f"the first validation loss is {loss}: check the data, the initial parameters and the loss for inf or NaN"
+        )
     references = {name: f"{value:.3f} (to be beaten)" for name, value in task.references.items()}
     if task.classes is None:
         return {"first loss": f"{loss:.3f}", **references}

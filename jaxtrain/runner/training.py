@@ -35,6 +35,7 @@ from jaxtrain.run import (
 )
 from jaxtrain.runner.batches import FetchedBatch
 from jaxtrain.runner.optimizer import frozen, state_shapes, training_step
+from jaxtrain.runner.preflight import suspects
 from jaxtrain.runner.transfer import Place
 from jaxtrain.step import TrainState, TrainStep, averaged, cause_in_batch, eval_step, validated
 
@@ -196,7 +197,7 @@ def held_out_evaluation(task: Task, recipe: Recipe) -> Evaluate:
             found = []
             for batch in batches():
                 found.append(sums(state, batch))
-                cause = cause or cause_in_batch(found[-1]["loss"].total, batch)
+                cause = cause or cause_in_batch(found[-1]["loss"].total, suspects(task, batch))
             metrics = means(found)
         scores, answers = (
             ({}, {}) if task.evaluate_answers is None else split_media(task.evaluate_answers(state, False))

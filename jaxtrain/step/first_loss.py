@@ -14,12 +14,13 @@ from jaxtrain.paths import path_name
 from jaxtrain.step.mistakes import is_concrete, is_number
 
 
-def cause_in_batch(loss: Any, batch: Any) -> str | None:
+def cause_in_batch(loss: Any, batch: Any, *, ranges: bool = True) -> str | None:
     """Return what a batch holds that makes its loss NaN or inf, with the remedy.
 
     Args:
       loss: The loss.
       batch: The batch.
+      ranges: Whether integers, which may be out of range, are a cause.
 
     Returns:
       The end of a sentence that begins with the loss; None for a finite loss, or a batch without a likely cause.
@@ -41,11 +42,11 @@ def cause_in_batch(loss: Any, batch: Any) -> str | None:
             f"and so are values of the batch, in {', '.join(bad)}: leave out their rows, or replace them by jnp.where "
             "before the loss"
         )
-    ranges = [f"{name} from {x.min()} to {x.max()}" for name, x in arrays.items() if x.dtype.kind in "iu"]
-    if ranges and np.isnan(np.asarray(loss)):
+    held = [f"{name} from {x.min()} to {x.max()}" for name, x in arrays.items() if x.dtype.kind in "iu"]
+    if ranges and held and np.isnan(np.asarray(loss)):
         return (
             "as a label outside 0..classes - 1 or an index outside an array makes it: the batch holds "
-            f"{', '.join(ranges)}; check their range"
+            f"{', '.join(held)}; check their range"
         )
     return None
 

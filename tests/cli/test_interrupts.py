@@ -89,6 +89,14 @@ BEFORE = ("data", "init", "evaluation compiled", "first evaluation", "step compi
 DURING = ("read", "evaluation")
 
 
+@pytest.fixture(autouse=True)
+def python_handles_interrupts():
+    """A shell starts jobs in the background with SIGINT ignored, which processes inherit."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(params=["raised", "dropped"])
 def train(request, monkeypatch):
     """Return a function that trains, and interrupts at a moment."""

@@ -198,6 +198,15 @@ def test_an_import_that_fails_is_named_with_its_line(capsys):
     assert "named.py:1: cannot import name 'Recepie' from 'jaxtrain'" in capsys.readouterr().err
 
 
+def test_the_remedy_for_a_folder_without_a_run_names_the_recipe(capsys):
+    Path("curve.py").write_text(CURVE)
+    assert run("train curve.py::Curve --resume --out typo") == 2
+    error = "jaxtrain: typo holds no run: start one with jaxtrain train {} --out typo\n"
+    assert capsys.readouterr().err == error.format("curve.py::Curve")
+    assert run("train --resume --out typo") == 2
+    assert capsys.readouterr().err == error.format("RECIPE")
+
+
 def test_resuming_without_a_checkpoint_is_refused_before_the_data_are_read(trained, capsys):
     shutil.copytree(trained / "run", "here")
     shutil.rmtree("here/checkpoints")

@@ -361,7 +361,7 @@ def test_an_invalid_recipe_is_a_one_line_error(source, name, expected, capsys):
         ("own.py::Curve --batch-size 100", "batch_size must be at most the number of examples, 32, got 100: use a"),
         ("own.py::Curve --frozen hiden", "frozen pattern 'hiden' matches no parameter: the paths are hidden, out"),
         ("own.py::Curve --optimizer adamw(lr=0.1)", "adamw has no argument lr: use one of learning_rate, b1, "),
-        ("own.py::Curve --mesh data=3", "batch_size 8 is not divisible by accumulate 1 × the 3 devices of mesh"),
+        ("own.py::Curve --mesh data=3", "mesh 'data=3' has 3 devices, got 4: make its sizes multiply to 4"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line_with_the_remedy(arguments, expected, capsys):

@@ -177,6 +177,28 @@ def test_updates_that_are_all_skipped_name_the_values_of_the_batch(tmp_path):
         jt.fit(recipe, tmp_path / "run", quiet=True)
 
 
+@pytest.mark.parametrize(("label", "is_named"), [(2, False), (7, True)])
+def test_labels_that_a_task_bounds_are_named_only_if_they_are_out_of_range(label, is_named, tmp_path):
+    """A loss that is NaN for another reason does not make labels suspect that are known to be right."""
+
+    def diverging(params, batch, rng):
+        loss, metrics = loss_fn(params, batch, rng)
+        return loss._replace(total=loss.total * jnp.where(params["w"].any(), jnp.nan, 1.0)), metrics
+
+    good, bad = good_data(), changed("label", ROW, label)
+    train = [{name: x[i] for name, x in data.items()} for data in (good, bad) for i in range(ROWS)]
+
+    @dataclass(frozen=True, kw_only=True)
+    class Classes(jt.Recipe):
+        def task(self):
+            return jt.Task(init=init, loss_fn=diverging, train=lambda: iter(train), classes=CLASSES)
+
+    with pytest.raises(jt.UserError, match="the loss is nan and") as caught:
+        jt.fit(Classes(steps=4, batch_size=ROWS), tmp_path / "run", quiet=True)
+    assert ("label from 0 to 7" in str(caught.value)) == is_named
+    assert "group from" not in str(caught.value)
+
+
 def test_a_skipped_update_names_the_values_of_its_batch(tmp_path, capsys):
     data = good_data()
     rows = [{name: x[i % ROWS] for name, x in data.items()} for i in range(4 * ROWS)]

@@ -1,6 +1,7 @@
 """`jaxtrain.fit` on a recipe written as a user would."""
 
 import dataclasses
+import importlib
 import json
 import signal
 import traceback
@@ -192,7 +193,7 @@ def test_training_stops_when_evaluations_get_no_better(tmp_path):
 
 
 def test_a_resumed_run_may_not_become_another(whole):
-    with pytest.raises(jt.UserError, match=r"--lr 0\.5 differs from the run's 0\.1"):
+    with pytest.raises(jt.UserError, match=r"lr=0\.5 differs from the run's 0\.1"):
         jt.fit(Line(lr=0.5), whole.run.path, quiet=True, resume=True)
 
 
@@ -296,7 +297,7 @@ def test_messages_in_python_name_arguments(whole, tmp_path, capsys):
     with pytest.raises(jt.UserError, match=r"^out is empty: give the folder of the run"):
         jt.fit(Line(), "", quiet=True)
     jt.fit(Line(), whole.run.path, resume=True, quiet=True)
-    assert capsys.readouterr().err == "step 12 of 12 is done: continue training with resume=True, steps=N\n"
+    assert capsys.readouterr().err.endswith("step 12 of 12 is done: continue training with resume=True, steps=N\n")
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused_before_training(tmp_path, monkeypatch, capsys):
@@ -307,7 +308,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_before_training(tmp_pat
     ):
         jt.fit(Line(), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
-    free = 200
+    free = 60
     jt.fit(Line(steps=1), tmp_path / "run", quiet=True)
     assert "warning: 5 checkpoints of " in capsys.readouterr().err
 
@@ -328,7 +329,8 @@ class Displayed:
 
 def test_a_notebook_has_one_display_that_is_updated(tmp_path, monkeypatch):
     displayed = Displayed()
-    monkeypatch.setattr("jaxtrain.runner.fit.console_here", lambda wording: NotebookConsole(displayed, wording))
+    module = importlib.import_module("jaxtrain.runner.fit")  # the package has the function under this name
+    monkeypatch.setattr(module, "console_here", lambda wording: NotebookConsole(displayed, wording))
     monkeypatch.setattr("jaxtrain.observe.notebook._REDRAW_S", 0)
     jt.fit(Scored(), tmp_path / "run")
     texts = [content["text/plain"] for content in displayed.contents]
