@@ -3,6 +3,7 @@
 The map of the package. Each line may import only from the lines above it (`tests/test_architecture.py`):
 
     errors, fields, paths   user errors, types of settings, parameter paths and predicates on them
+    records                 fields of files that nobody read
     user_cache              the user's cache folder
     user_file               imports a user's Python file
     compilation             compilation without the persistent cache

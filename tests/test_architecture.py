@@ -16,6 +16,7 @@ ORDER = (
         "errors",
         "fields",
         "paths",
+        "records",
         "user_cache",
         "user_file",
         "compilation",
