@@ -13,6 +13,7 @@ from absl import flags
 from jaxtrain.data.collate import Collator
 from jaxtrain.data.epoch import check_batch_size
 from jaxtrain.data.epoch import epoch_batches as epoch_batches
+from jaxtrain.data.packing import PackedRows
 from jaxtrain.data.position import check_position
 from jaxtrain.data.source import Batch as Batch
 from jaxtrain.data.source import Collate, Rows, Source
@@ -77,6 +78,11 @@ class Loader:
     ) -> None:
         check_batch_size(batch_size)
         if len(source) < batch_size:
+            if isinstance(source, PackedRows):
+                raise UserError(
+                    f"the examples fill {len(source)} rows of {source.length} tokens, fewer than batch_size"
+                    f" {batch_size}: use a smaller one, or a smaller seq_len, or no packing"
+                )
             raise UserError(
                 f"batch_size must be at most the number of examples, {len(source)}, got {batch_size}: use a smaller one"
             )

@@ -39,13 +39,6 @@ class FineTuneRecipe(FineTuneSettings):
         model = self.fine_tuned(decoder)
         supervised = partial(supervised_loss, model, self.normalize == "sequence")
         train, validation = self.rows(data, texts)
-        if len(train.source) < self.batch_size:
-            unit = "pairs" if is_dpo else f"rows of {self.seq_len:,} tokens"
-            remedy = ", or --no-packing, or a shorter --seq-len" if self.packing and not is_dpo else ""
-            raise jt.UserError(
-                f"{len(train.files):,} examples are {len(train.source):,} {unit}, fewer than batch_size"
-                f" {self.batch_size}: use a smaller --batch-size{remedy}"
-            )
         answers = HeldOutAnswers(
             model=model,
             rows=validation,
