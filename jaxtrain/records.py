@@ -7,9 +7,10 @@ are left: nothing is dropped without a word, and no list of known fields has to 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxtrain.errors import warn_user
+from jaxtrain.errors import UserError, warn_user
 
 _LISTED = 20
+_MAX_DEPTH = 100  # Python's stack holds several frames for a level
 
 
 class Record(dict[str, Any]):
@@ -23,6 +24,9 @@ class Record(dict[str, Any]):
       reads: Paths of the fields that were looked up, which records of one file may share; a new set by default.
       path: Path of the record itself.
       nested: Whether the objects in it become records.
+
+    Raises:
+      UserError: It is nested too deeply.
 
     Example:
       >>> record = Record({"a": 1, "b": {"c": 2, "d": 3}, "rows": [{"e": 4}, {"f": 5}], "g": 6})
@@ -159,6 +163,8 @@ def report_unread(where: Any, names: Iterable[str], what: str = "fields") -> Non
 
 
 def _recorded(value: Any, reads: set[tuple[Any, ...]], path: tuple[Any, ...]) -> Any:
+    if len(path) > _MAX_DEPTH:
+        raise UserError(f"the field {path[0]} is nested more than {_MAX_DEPTH} deep: write it flatter")
     if isinstance(value, dict):
         return Record(_plain(value), reads, path)
     if isinstance(value, list):

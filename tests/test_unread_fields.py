@@ -252,3 +252,11 @@ def test_arrays_and_files_of_splits(tmp_path: Path) -> None:
     assert said(split_examples, tmp_path) == ""
     (tmp_path / "zzz.jsonl").write_text('{"text": "a"}')
     assert "zzz.jsonl" in said(split_examples, tmp_path)
+
+
+def test_deeply_nested_fields_are_refused() -> None:
+    deep: Any = []
+    for _ in range(300):
+        deep = [deep]
+    with pytest.raises(UserError, match="the field a is nested more than 100 deep: write it flatter"):
+        Record({"a": deep})

@@ -115,18 +115,13 @@ def image_folder(path: str | os.PathLike[str]) -> tuple[ImageFolder, ImageFolder
         raise UserError(f"{root} has no sub-folders: put the images of each class into one")
     files, labels = _labeled_files(folder, classes, root)
     if held_out is None:
+        mode = _common_mode(files, root)
         train, validation = stratified_split(labels, 0.1)
     else:
-        if strange := {path.name for path in _subfolders(held_out)} - {*classes}:
-            raise UserError(
-                f"{held_out / min(strange)} is no class of {folder}: name the sub-folders of both alike, one per class"
-            )
-        present = tuple(name for name in classes if (held_out / name).is_dir())
-        more, numbers = _labeled_files(held_out, present, held_out)
-        own = np.array([classes.index(name) for name in present], np.int32)[numbers]
+        more, numbers = _held_out_files(held_out, classes, folder)
         train, validation = np.arange(len(files)), len(files) + np.arange(len(more))
-        files, labels = files + more, np.concatenate([labels, own])
-    mode = _common_mode(files, root)
+        files, labels = files + more, np.concatenate([labels, numbers])
+        mode = _common_mode(files, root)
 
     def subset(indices: NDArray[np.intp]) -> ImageFolder:
         return ImageFolder(tuple(files[i] for i in indices), labels[indices], classes, mode)
@@ -169,6 +164,17 @@ def _labeled_files(folder: Path, classes: Sequence[str], root: Path) -> tuple[li
     report_unread(root, [file.relative_to(root).as_posix() for file in unread], what="files")
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(files) for files in of_class])
     return [file for files in of_class for file in files], labels
+
+
+def _held_out_files(held_out: Path, classes: Sequence[str], folder: Path) -> tuple[list[Path], Labels]:
+    """Return the images of the classes of `folder` in a split, and the numbers of their classes."""
+    if strange := {path.name for path in _subfolders(held_out)} - {*classes}:
+        raise UserError(
+            f"{held_out / min(strange)} is no class of {folder}: name the sub-folders of both alike, one per class"
+        )
+    present = tuple(name for name in classes if (held_out / name).is_dir())
+    files, numbers = _labeled_files(held_out, present, held_out)
+    return files, np.array([classes.index(name) for name in present], np.int32)[numbers]
 
 
 def _upright(image: Any) -> Any:

@@ -185,7 +185,10 @@ def parse_example(row: Mapping[str, Any], where: str) -> FineTuningExample:
       Traceback (most recent call last):
       jaxtrain.errors.UserError: a.jsonl, line 3 has only the fields prompt: name them text; prompt and completion; ...
     """
-    fields = Record({name: value for name, value in row.items() if value is not None})
+    try:
+        fields = Record({name: value for name, value in row.items() if value is not None})
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     example = _example(fields, where)
     is_text = not isinstance(example, Conversation | PlainText) and isinstance(example.prompt, str)
     refused = {
