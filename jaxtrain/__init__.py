@@ -4,6 +4,7 @@ The map of the package. Each line may import only from the lines above it (`test
 
     errors, fields, paths   user errors, types of settings, parameter paths and predicates on them
     interrupts              Ctrl-C that no callback drops
+    records                 fields of files that nobody read
     user_cache              the user's cache folder
     user_file               imports a user's Python file
     folder_files            files of a folder that may come from somebody else: no links followed

@@ -17,6 +17,7 @@ ORDER = (
         "fields",
         "paths",
         "interrupts",
+        "records",
         "user_cache",
         "user_file",
         "folder_files",

@@ -5,7 +5,9 @@ import importlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import jaxtrain
 from jaxtrain.cli.user_code import print_own_traceback as print_own_traceback
@@ -52,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = args.index("--") if "--" in args else len(args)  # the rest belongs to another command
     debug = "--debug" in args[:end]
     args = [*(a for a in args[:end] if a != "--debug"), *args[end:]]
+    format_warning, warnings.formatwarning = warnings.formatwarning, _format_warning
     try:
         with raised_interrupts():
             return _dispatch(args)
@@ -73,6 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("jaxtrain: interrupted", file=sys.stderr)
         return 130
+    finally:
+        warnings.formatwarning = format_warning
+
+
+def _format_warning(message: Warning | str, *_: Any, **__: Any) -> str:
+    """Format a warning as one line, without the line of code that issued it."""
+    return f"jaxtrain: warning: {_one_line(str(message))}\n"
 
 
 def _one_line(message: str) -> str:

@@ -14,6 +14,7 @@ from jaxtrain.data.archive import check_zip, is_zip
 from jaxtrain.data.holdout import Labels, stratified_split
 from jaxtrain.data.source import Example
 from jaxtrain.errors import UserError
+from jaxtrain.records import report_unread
 
 Keys = tuple[str, str]  # the names of images and labels in an npz file
 
@@ -111,6 +112,8 @@ def npz(path: str | os.PathLike[str]) -> tuple[Arrays, Arrays]:
     with zipfile.ZipFile(file) as archive:
         train = _read_pair(archive, file, _present_pair(archive, _TRAIN_KEYS) or _TRAIN_KEYS[0])
         validation_keys = _present_pair(archive, _VALIDATION_KEYS)
+        train_keys = _present_pair(archive, _TRAIN_KEYS) or ()
+        report_unread(file, {*_arrays(archive)} - {*train_keys, *(validation_keys or ())}, what="arrays")
         if validation_keys is None:
             return _split_arrays(train, 0.1)
         return train, _read_pair(archive, file, validation_keys)

@@ -58,6 +58,8 @@ class JsonLines:
             line = stream.readline()
         try:
             row = json_value(line.rstrip().decode("utf-8-sig" if start == 0 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.location(index)} {_not_utf8(error)}") from None
         except json.JSONDecodeError as error:
             why = f"{error.msg}: column {error.colno}"
             raise UserError(f"{self.location(index)} is not valid JSON ({why}): {_REMEDY}") from None
@@ -99,6 +101,8 @@ class JsonArray:
             raise UserError(f"{file} has {size:,} bytes, and an array is read whole: {_REMEDY}")
         try:
             rows = json_value(file.read_text("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file} {_not_utf8(error)}") from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{file} is not valid JSON ({error}): write an array of objects") from None
         if not isinstance(rows, list):
@@ -148,6 +152,11 @@ def _is_array(file: Path) -> bool:
             return stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}): use another file") from None
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    byte = error.object[error.start]
+    return f"is not UTF-8 (byte 0x{byte:02x} at {error.start}): convert it, as by iconv -f latin1 -t utf-8"
 
 
 def _lines(file: Path) -> NDArray[np.int64]:

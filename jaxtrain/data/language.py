@@ -80,6 +80,12 @@ def text_windows(data: Path | None, texts: Tokenizer, seq_len: int) -> tuple[Tok
     if named_corpora(data):
         raise UserError(f"--data {data} has tokens, which gpt-stdlib and llama-stdlib read: give text")
     train, validation = split_documents(data, texts)
+    sizes = len(train.tokens), len(validation.tokens)
+    if min(sizes) <= seq_len:
+        raise UserError(
+            f"{data} has {sizes[0]} tokens to train on and {sizes[1]} held out, but one window of seq_len {seq_len}"
+            f" needs {seq_len + 1}: use more text or a smaller seq_len"
+        )
     return TokenWindows(train.tokens, seq_len), TokenWindows(validation.tokens, seq_len)
 
 

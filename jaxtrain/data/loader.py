@@ -14,6 +14,7 @@ from absl import flags
 from jaxtrain.data.collate import Collator
 from jaxtrain.data.epoch import check_batch_size
 from jaxtrain.data.epoch import epoch_batches as epoch_batches
+from jaxtrain.data.packing import PackedRows
 from jaxtrain.data.position import check_position
 from jaxtrain.data.source import Batch as Batch
 from jaxtrain.data.source import Collate, Rows, Source
@@ -80,6 +81,11 @@ class Loader:
         if not len(source):
             raise UserError("the training data have no examples: give at least batch_size of them")
         if len(source) < batch_size:
+            if isinstance(source, PackedRows):
+                raise UserError(
+                    f"the examples fill {len(source)} rows of {source.length} tokens, fewer than batch_size"
+                    f" {batch_size}: use a smaller one, or a smaller seq_len, or no packing"
+                )
             raise UserError(
                 f"batch_size must be at most the number of examples, {len(source)}, got {batch_size}: use a smaller one"
             )

@@ -11,10 +11,11 @@ from jaxtrain.data.rows import MappedSource, split_source
 from jaxtrain.data.source import Example, Source
 from jaxtrain.data.table_rows import ARROW_SUFFIXES, ArrowRows, ParquetRows, first_line
 from jaxtrain.errors import UserError
+from jaxtrain.records import report_unread
 
 _SAVED = ("dataset_dict.json", "state.json")  # files of datasets.save_to_disk
 _MAX_JSON_BYTES = 2**24
-VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
+VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
 
 
 def table(
@@ -84,6 +85,7 @@ def saved_splits(path: Path) -> tuple[Path, Path] | None:
     held_out = next((name for name in VALIDATION_SPLITS if name in splits), None)
     if "train" not in splits or held_out is None:
         raise UserError(f"{path} has the splits {', '.join(splits)}: name them train and {VALIDATION_SPLITS[0]}")
+    report_unread(path, {*splits} - {"train", held_out}, what="splits")
     return path / "train", path / held_out
 
 

@@ -119,12 +119,14 @@ class FileTokenizer:
         """Return the text of the tokens, without special ones."""
         return str(self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=True))
 
+    def known(self, role: Role) -> list[str]:
+        """Return the tokens with known names of a role."""
+        return [name for name in _NAMES[role] if self._tokenizer.token_to_id(name) is not None]
+
     def special(self, role: Role) -> int:
         """Return the token with the first known name of the role."""
-        for name in _NAMES[role]:
-            token = self._tokenizer.token_to_id(name)
-            if token is not None:
-                return int(token)
+        for name in self.known(role):
+            return int(self._tokenizer.token_to_id(name))
         raise UserError(f"{self.file} has no {role} token: add one of {', '.join(_NAMES[role])}")
 
     def identity(self) -> list[str]:

@@ -64,8 +64,10 @@ def group_parameter_names(
       rename: Function from a name in the groups to the name in the model.
     """
     groups, state = optimizer["param_groups"], optimizer["state"]
-    if all("param_names" in group for group in groups):
-        found = [[rename(name) for name in group["param_names"]] for group in groups]
+    # FSDP writes names in place of numbers.
+    key = "params" if all(isinstance(name, str) for group in groups for name in group["params"]) else "param_names"
+    if all(key in group for group in groups):
+        found = [[rename(name) for name in group[key]] for group in groups]
         strange = [name for group in found for name in group if name not in shapes]
         if strange:
             raise UserError(f"the optimizer has {', '.join(strange)}, which the model lacks: save both from one run")
@@ -266,12 +268,21 @@ def _moment(
     if call.function in bitsandbytes.STATES:
         return _moment_of_bitsandbytes(call, key, like, entries, names, put)
     present = {path: leaf for path, leaf in leaves(like) if leaf.shape != (0,)}
-    tensors = {}
+    tensors, never = {}, list[tuple[str, str]]()
     for path, leaf in present.items():
         own = _key(call, key, names, path)
         for name in names.only([path]).torch_order({path: leaf}):
             if own in entries.get(name, {}):
                 tensors[name] = entries[name][own]
+            elif name not in entries:
+                never.append((name, path))
+    if never and tensors:
+        listed = ", ".join(name for name, _ in never)
+        patterns = ",".join(sorted({path for _, path in never}))
+        raise UserError(
+            f"the optimizer has no state of {listed}, which were never updated: freeze them by --frozen '{patterns}',"
+            " or import the weights alone"
+        )
     try:
         filled = names.only(present).to_jax(tensors, present, put)
     except UserError as error:

@@ -4,6 +4,7 @@ No code in a file is run: `.pt` is read by `torch.load(weights_only=True)`, whic
 containers only, and `.safetensors` contains no code. Tensors are memory-mapped and read one by one.
 """
 
+import argparse
 import pickletools
 import reprlib
 import zipfile
@@ -19,12 +20,20 @@ from jaxtrain.data import check_zip, is_zip
 from jaxtrain.errors import UserError
 from jaxtrain.folder_files import MOST_BYTES, new_file
 from jaxtrain.interop.bitsandbytes import WRAPPED
+from jaxtrain.records import Record, report_unread, unread_fields
 
-_MODEL = ("model", "state_dict", "model_state_dict")
-_OPTIMIZER = ("optimizer", "optimizer_state_dict")
-_SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
-_SCALER = ("scaler", "scaler_state_dict")
-_STEP = ("step", "global_step")
+# Names of training loops, of Lightning ("optimizer_states", "lr_schedulers", "MixedPrecision"), of DeepSpeed ("module",
+# "global_steps") and of timm ("amp_scaler").
+_MODEL = ("model", "state_dict", "model_state_dict", "module")
+_OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_state", "optimizer_states")
+_SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict", "lr_schedulers")
+_SCALER = ("scaler", "scaler_state_dict", "grad_scaler", "amp_scaler", "MixedPrecision", "native_amp_scaling_state")
+_SCALER_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_STEP = ("step", "global_step", "global_steps")
+_JOIN = (
+    "join it first, a DeepSpeed one by its zero_to_fp32.py, one of FSDP by dcp_to_torch_save of"
+    " torch.distributed.checkpoint.format_utils"
+)
 _MAX_LISTED = 20
 _MAX_NUMBERS = 10**6
 _MAX_UPDATES = 2**31  # counts are int32
@@ -97,9 +106,10 @@ class TorchCheckpoint:
 def read_torch(path: Path | str, known: Iterable[str] = ()) -> TorchCheckpoint:
     """Read a checkpoint from a `.safetensors` file or from a file of `torch.save`.
 
-    A file of `torch.save` contains the model's `state_dict()`, or a dictionary with it under "model", "state_dict" or
-    "model_state_dict", and with those of the optimizer, the scheduler and the GradScaler. Prefixes of DDP and of
-    `torch.compile` are removed.
+    A file of `torch.save` contains the model's `state_dict()`, or a dictionary with it under "model", "state_dict",
+    "model_state_dict" or "module", and with those of the optimizer, the scheduler and the GradScaler, as scripts,
+    Lightning, timm and DeepSpeed name them. Prefixes of DDP, of `torch.compile` and of the attribute that holds the
+    model are removed. Other parts of the file are named in a warning.
 
     Args:
       path: File.
@@ -109,6 +119,8 @@ def read_torch(path: Path | str, known: Iterable[str] = ()) -> TorchCheckpoint:
       UserError: The file is missing or is not a checkpoint.
     """
     path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path} is a folder, as of a sharded checkpoint: {_JOIN}")
     if not path.is_file():
         raise UserError(f"{path} is not a file: use a PyTorch checkpoint, .pt, .pth or .safetensors")
     if path.suffix == ".safetensors":
@@ -116,7 +128,10 @@ def read_torch(path: Path | str, known: Iterable[str] = ()) -> TorchCheckpoint:
     saved = load(path)
     if not isinstance(saved, Mapping):
         raise UserError(f"{path} contains a {type(saved).__name__}: save a dictionary of state_dict()s")
-    model, rest = _part(saved, _MODEL, path), saved
+    if "ds_version" in saved and not saved.get("optimizer"):
+        raise UserError(f"{path} is a shard of a DeepSpeed checkpoint, whose optimizer is in other files: {_JOIN}")
+    rest = Record(saved, nested=False)
+    model = _part(rest, _MODEL, path)
     for part in (saved, model or {}):
         if not all(isinstance(name, str) for name in part):
             raise UserError(f"{path} contains {_listed(part)} where names must be: save state_dict()s")
@@ -126,8 +141,8 @@ def read_torch(path: Path | str, known: Iterable[str] = ()) -> TorchCheckpoint:
                 f"{path} contains {_listed(saved)}, but no model: save its state_dict() under "
                 f"{' or '.join(map(repr, _MODEL))}"
             )
-        model, rest = saved, {}
-    return TorchCheckpoint(
+        model, rest = saved, Record({})
+    checkpoint = TorchCheckpoint(
         _unprefixed(_tensors(model), known),
         _stored_optimizer(_part(rest, _OPTIMIZER, path)),
         _numbers(_part(rest, _SCHEDULER, path), "the scheduler's part"),
@@ -135,6 +150,9 @@ def read_torch(path: Path | str, known: Iterable[str] = ()) -> TorchCheckpoint:
         _count(rest, _STEP, path),
         _count(rest, ("epoch",), path),
     )
+    scaler = [f"scaler.{name}" for name in checkpoint.scaler or () if name not in _SCALER_STATE]
+    report_unread(path, [*unread_fields(rest), *scaler])
+    return checkpoint
 
 
 def write_torch(path: Path | str, checkpoint: TorchCheckpoint) -> None:
@@ -205,7 +223,9 @@ def load(path: Path) -> Any:
         check_zip(path, stored=True)
         _check_pickles(path)
     try:
-        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        # timm saves its arguments, which are plain values.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{path} contains more than tensors, numbers and dictionaries: save only state_dict()s"
@@ -289,13 +309,23 @@ _SAFETENSORS = {
 
 def _part(saved: Mapping[str, Any], names: tuple[str, ...], path: Path) -> Any:
     """Return the dictionary under one of the names, or None."""
-    found = {name: saved[name] for name in names if saved.get(name) is not None and not _is_tensor(saved[name])}
+    found = {name: _single(saved.get(name), name, path) for name in names if not _is_tensor(saved.get(name))}
+    found = {name: value for name, value in found.items() if value is not None}
     for name, value in found.items():
         if not isinstance(value, Mapping):
             raise UserError(f"{name} in {path} is a {type(value).__name__}: save one state_dict() under that name")
     if len(found) > 1:
         raise UserError(f"{path} has both {' and '.join(found)}: keep one")
     return next(iter(found.values()), None)
+
+
+def _single(value: Any, name: str, path: Path) -> Any:
+    """Return the item of a list of Lightning, which has as many as the module has optimizers."""
+    if name not in ("optimizer_states", "lr_schedulers") or not isinstance(value, list):
+        return value
+    if len(value) > 1:
+        raise UserError(f"{name} in {path} are {len(value)}: only one optimizer with one schedule is supported")
+    return value[0] if value else None
 
 
 def _count(saved: Mapping[str, Any], names: tuple[str, ...], path: Path) -> int | None:
@@ -312,13 +342,17 @@ def _count(saved: Mapping[str, Any], names: tuple[str, ...], path: Path) -> int 
 
 
 def _unprefixed(tensors: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Remove leading "module." of DDP and all "_orig_mod." of torch.compile from names."""
+    """Remove leading "module." of DDP, all "_orig_mod." of torch.compile, and the attribute that holds the model."""
     whole, bare = set(known), dict[str, Any]()
     for name, tensor in tensors.items():
         short = strip_prefixes(name, whole)
         if short in bare:
             raise UserError(f"{name} and another tensor are both {short} without their prefixes: remove one")
         bare[short] = tensor
+    heads = {name.partition(".")[0] for name in bare}
+    if len(heads) == 1 and not whole & bare.keys():
+        inner = {name.partition(".")[2]: tensor for name, tensor in bare.items()}
+        return inner if whole & inner.keys() else bare
     return bare
 
 
@@ -352,6 +386,7 @@ def _stored_optimizer(optimizer: Mapping[str, Any] | None) -> dict[str, Any] | N
     for entry in (*optimizer["state"].values(), *optimizer["param_groups"]):
         if not (isinstance(entry, Mapping) and all(isinstance(key, str) for key in entry)):
             raise UserError("the optimizer's part has entries without names: save optimizer.state_dict()")
+    report_unread("the optimizer of the checkpoint", optimizer.keys() - {"state", "param_groups"})
     state = {
         number: {
             key: _stored(f"{key} of parameter {number}", value) if _is_tensor(value) else value

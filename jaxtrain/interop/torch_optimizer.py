@@ -16,6 +16,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import bitsandbytes
 from jaxtrain.interop.names import AS_IS, LINEAR, OUT_IN, NameTable
 from jaxtrain.optim import OPTIMIZERS, Call, Expression, build_expression
+from jaxtrain.records import Record, disregard, unread_fields
 
 Names = NameTable | Mapping[str, str] | Callable[[str], str | None]
 """Mapping from a PyTorch parameter's name to the path of its JAX leaf."""
@@ -74,6 +75,14 @@ _SCHEDULER_MARKS = {
 }
 
 
+# Where a scheduler is, not what it does.
+_POSITION = (
+    *("_get_lr_called_within_step", "_is_initial", "_last_lr", "_step_count", "base_lrs", "last_epoch", "verbose"),
+    *("T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "default_min_lr", "mode_worse", "total_steps"),
+    *("cycle_momentum", "use_beta1", "base_momentums", "max_momentums", "_schedule_phases"),
+)
+
+
 class Scheduler(NamedTuple):
     """A scheduler of PyTorch: its class, and its attributes or its `state_dict()`, which are equal."""
 
@@ -102,6 +111,14 @@ def scheduler_from_state(state: Mapping[str, Any]) -> Scheduler:
     if state.get("_scale_fn_custom") is not None:
         raise UserError("the state of a CyclicLR does not contain its scale_fn: set --schedule")
     return Scheduler(kind, state)
+
+
+def unread_of_scheduler(state: Record) -> list[str]:
+    """Return the fields of a scheduler's `state_dict()` that its conversion has not looked up."""
+    disregard(state, *_POSITION)
+    for part in state.get("_schedulers") or ():
+        disregard(part, *_POSITION)
+    return unread_fields(state)
 
 
 def optimizer_class_of_state(groups: Groups, entries: set[str]) -> str:

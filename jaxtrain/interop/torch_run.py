@@ -26,10 +26,18 @@ from jaxtrain.interop.bitsandbytes import with_stored_blocks
 from jaxtrain.interop.metadata import CheckpointMetadata
 from jaxtrain.interop.names import NameTable
 from jaxtrain.interop.torch_file import TorchCheckpoint, strip_prefixes
-from jaxtrain.interop.torch_optimizer import optimizer_class_of_state, optimizer_expression, scheduler_from_state
+from jaxtrain.interop.torch_optimizer import (
+    optimizer_class_of_state,
+    optimizer_expression,
+    scheduler_from_state,
+    unread_of_scheduler,
+)
 from jaxtrain.interop.torch_schedule import advance_schedule
 from jaxtrain.optim import OPTIMIZERS, Call, Expression, PlateauState, build_expression
+from jaxtrain.records import Record, report_unread
 from jaxtrain.step import LossScaleState, TrainState, TrainStep, applied_updates, is_scaled, load_state_dict
+
+_LISTED = 10
 
 
 @dataclass(frozen=True)
@@ -216,7 +224,7 @@ class _CheckpointReader:
         if checkpoint.optimizer is None:
             return
         self.groups = checkpoint.optimizer["param_groups"]
-        _check_groups(self.groups)
+        _check_groups(self.groups, checkpoint.optimizer["state"])
         self.trained = set(names.torch_order(params_like))
         shapes = self._shapes()
         self.group_names = optimizer_state.group_parameter_names(checkpoint.optimizer, shapes, self._own_name)
@@ -228,7 +236,8 @@ class _CheckpointReader:
         """Return the optimizer, None without one."""
         if self.checkpoint.optimizer is None:
             return None
-        saved = None if self.checkpoint.scheduler is None else scheduler_from_state(self.checkpoint.scheduler)
+        state = None if self.checkpoint.scheduler is None else Record(self.checkpoint.scheduler)
+        saved = None if state is None else scheduler_from_state(state)
         if self.schedule is not None:
             return self._with_schedule(self.schedule)
         shift = 0 if saved is None or saved.kind == "ReduceLROnPlateau" else saved.position - self.count
@@ -238,6 +247,8 @@ class _CheckpointReader:
                 "but schedules count updates: set --schedule in updates"
             )
         found = optimizer_expression(self.kind, self.groups, saved, *self._named(), shift=shift)
+        if state is not None:
+            report_unread("the scheduler of the checkpoint", unread_of_scheduler(state))
         return with_stored_blocks(found, self.entries, self.names, self.params_like)
 
     def metadata(self) -> CheckpointMetadata:
@@ -361,7 +372,7 @@ def _split_buffers(
     return {k: v for k, v in model.items() if k not in own}, {k: v for k, v in model.items() if k in own}
 
 
-def _check_groups(groups: Any) -> None:
+def _check_groups(groups: Any, state: Mapping[Any, Any]) -> None:
     numbers = []
     for group in groups:
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list) or "lr" not in group:
@@ -369,6 +380,9 @@ def _check_groups(groups: Any) -> None:
         numbers += group["params"]
     if len(set(numbers)) != len(numbers):
         raise UserError("a parameter is in two groups of the optimizer: save optimizer.state_dict()")
+    if strange := state.keys() - set(numbers):
+        listed = ", ".join(sorted(map(str, strange))[:_LISTED])
+        raise UserError(f"the optimizer has the state of {listed}, in none of its groups: save optimizer.state_dict()")
 
 
 def _put(array: np.ndarray, like: Any) -> jax.Array:

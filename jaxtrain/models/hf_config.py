@@ -5,6 +5,41 @@ from dataclasses import fields
 from typing import Any
 
 from jaxtrain.errors import UserError
+from jaxtrain.records import Record, disregard, report_unread, unread_fields
+
+# Settings of generation, of outputs, of other heads and of files: without effect on what these models compute.
+_HARMLESS = (
+    *(
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "_name_or_path",
+        "tokenizer_class",
+    ),
+    *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "use_return_dict", "output_past"),
+    *("torchscript", "use_bfloat16", "tf_legacy_loss", "chunk_size_feed_forward", "gradient_checkpointing"),
+    *("_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "pretraining_tp"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id"),
+    *("is_encoder_decoder", "task_specific_params", "problem_type", "finetuning_task", "prefix", "n_ctx"),
+    *("reorder_and_upcast_attn", "classifier_dropout", "is_decoder"),  # a precision, a head, and what a class implies
+    *("id2label", "label2id", "num_labels", "_num_labels", "encoder_stride", "pooler_act", "pooler_output_size"),
+    *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+    *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+    *("directionality", "out_features", "out_indices", "stage_names", "no_rope_layer_interval", "max_window_layers"),
+    *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
+    *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
+    *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores"),
+    *("return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
+    *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
+)
+
+
+def report_unread_settings(config: Record, where: Any) -> None:
+    """Warn in one line of the settings of a config.json that its reader has not looked up."""
+    disregard(config, *_HARMLESS)
+    report_unread(where, unread_fields(config))
 
 
 def fields_from_hf(config: Mapping[str, Any], kind: Any) -> dict[str, Any]:

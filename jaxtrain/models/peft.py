@@ -14,6 +14,7 @@ from jaxtrain.interop import AS_IS, LAYER, LINEAR, OUT_IN, Layout, NameTable, To
 from jaxtrain.models import lora
 from jaxtrain.models.folder import read_json, read_tensors, resolve_folder, write_json, write_tensors
 from jaxtrain.models.lora import LoraConfig
+from jaxtrain.records import Record, disregard, report_unread, unread_fields
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _BASE_LAYER = "base_model.model.", ".base_layer."
@@ -24,6 +25,13 @@ _UNSUPPORTED = (
     "trainable_token_indices", "layer_replication", "velora_config", "alora_invocation_tokens", "use_qalora",
     "monteclora_config", "use_bdlora", "arrow_config", "kasa_config",
 )  # fmt: skip
+# Settings of the file, of training, or that the names of the tensors tell.
+_IN_TENSORS = (
+    *("task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "bias"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
+    *("fan_in_fan_out", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config"),
+    *("lora_ga_config", "runtime_config", "qalora_group_size", "ensure_weight_tying", "init_lora_weights"),
+)
 # Initializations that change the weights of the base model.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
@@ -117,9 +125,11 @@ def load_adapters(path: Path | str, params: Any, names: NameTable) -> tuple[dict
       UserError: The kind of adapter is not supported, or the tensors are not adapters of this model.
     """
     folder = resolve_folder(path)
-    values = read_json(folder, CONFIG)
+    values = Record(read_json(folder, CONFIG))
     _check_supported(values, folder)
     config = _config(values, folder)
+    disregard(values, *_IN_TENSORS)
+    report_unread(folder / CONFIG, unread_fields(values))
     # Older versions do not name the biases of adapted modules so.
     tensors = {name.replace(_BASE_LAYER, "."): tensor for name, tensor in read_tensors(folder, WEIGHTS).items()}
     first = {path: replace(param, name=param.names(1)[0]) for path, param in names.params.items()}

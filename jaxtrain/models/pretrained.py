@@ -23,8 +23,10 @@ from jaxtrain.fields import type_errors
 from jaxtrain.interop import LAYER, NameTable, leaves
 from jaxtrain.models import experts
 from jaxtrain.models.folder import CONFIG, read_json, read_tensors, resolve_folder, write_json, write_tensors
+from jaxtrain.models.hf_config import report_unread_settings
 from jaxtrain.models.sequence_classifier import CLASSIFIERS, NewHead
 from jaxtrain.models.stored_arrays import read_arrays
+from jaxtrain.records import Record
 
 
 @dataclass(frozen=True)
@@ -200,12 +202,13 @@ def _open(path: Path | str, dtype: Any | None, new_head: NewHead | None = None) 
     if dtype is not None:
         _check_dtype(dtype)
     folder = resolve_folder(path)
-    values = read_json(folder, CONFIG)
+    values = Record(read_json(folder, CONFIG))
     if new_head is not None:
-        values = new_head.config_json(values)
+        values = values | new_head.config_json(values)
     family, head = _family(values, folder)
     module = importlib.import_module(f"{__package__}.{family.module}")
     config, model = _shapes(module, head, values, folder)
+    report_unread_settings(values, folder / CONFIG)
     _, *states = nnx.split(model, nnx.Param, nnx.BatchStat)
     likes = [nnx.to_pure_dict(state) for state in states]
     tables = _tables(module, config)

@@ -148,13 +148,12 @@ class NewHead(NamedTuple):
     seed: int = 0
 
     def config_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config.json of the classifier from that of the language model."""
+        """Return the settings of the classifier that differ from those in the config.json of the language model."""
         if values.get("model_type") not in CLASSIFIERS:
             listed = ", ".join(sorted(CLASSIFIERS))
             raise UserError(f"model_type {values.get('model_type')!r} cannot have a new head: use one of {listed}")
         labels = _labels_to_hf(self.labels, self.pad_token_id)
         return {
-            **values,
             "architectures": [CLASSIFIERS[values["model_type"]]],
             **labels,
             "num_labels": len(self.labels),

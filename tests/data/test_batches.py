@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from jaxtrain.data import Arrays
+from jaxtrain.data import Arrays, pack
 from jaxtrain.data.batches import epoch_batches, training_batches
 from jaxtrain.errors import UserError
 from tests.data.any_data import KINDS, examples, take, torch_loader
@@ -113,6 +113,11 @@ def test_batches_are_read_in_the_background_up_to_prefetch(kind):
         (examples(3), {"prefetch": -1}, "^the number of batches to prefetch must be at least 0, got -1"),
         (iter(()), {"prefetch": -1}, "^the number of batches to prefetch must be at least 0, got -1"),
         ("file.txt", {}, "^the data is of type str: give a mapping of arrays"),
+        (
+            pack([np.arange(3, dtype=np.int32)] * 4, 4, pad=0),
+            {"batch_size": 9},
+            "^the examples fill 2 rows of 4 tokens, fewer than batch_size 9: use a smaller one, or a smaller seq_len",
+        ),
         (examples(3), {"batch_size": 4}, "^batch_size must be at most the number of examples, 3, got 4"),
         (examples(3), {"workers": -1}, "^the number of workers must be at least 0, got -1"),
         (iter(()), {"batch_size": 0}, "^batch_size must be at least 1, got 0"),

@@ -50,7 +50,7 @@ def test_an_array_is_read_from_one_file(tmp_path: Path) -> None:
             r"line 2 is not valid JSON \(Unterminated .* at: column 10\): write one JSON object per line",
         ),
         (b'{"text": NaN}', r"line 2 is not valid JSON \(NaN is not a JSON number\)"),
-        (b'{"text": "\xff"}', r"line 2 is not valid JSON \('utf-8' codec can't decode byte 0xff"),
+        (b'{"text": "\xff"}', r"line 2 is not UTF-8 \(byte 0xff at 10\): convert it, as by iconv -f latin1 -t utf-8"),
         (b"[" * 100_000, "line 2 is not valid JSON"),
         (b'"text"', "line 2 is a str, not an object: write one JSON object per line"),
     ],

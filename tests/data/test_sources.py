@@ -1,5 +1,6 @@
 """Sources: their examples, and the message of every user error."""
 
+import contextlib
 import io
 import os
 import pickle
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
 from jaxtrain.data import (
     Arrays,
@@ -288,7 +289,8 @@ def test_arrays_of_different_lengths_are_refused() -> None:
 def test_image_folder_numbers_the_sorted_classes_and_holds_out_a_tenth_of_each(tmp_path: Path) -> None:
     write_images(tmp_path, [f"dog/{i}.png" for i in range(10)] + [f"cat/{i}.bmp" for i in range(20)])
     write_files(tmp_path, {"cat/notes.txt": b"x", ".cache/x": b"x", "readme": b"x"})
-    train, validation = image_folder(tmp_path)
+    with pytest.warns(UserWarning, match=r"has files that are not read: cat/notes\.txt, readme$"):
+        train, validation = image_folder(tmp_path)
     assert train.classes == validation.classes == ("cat", "dog")
     assert (np.bincount(train.labels).tolist(), np.bincount(validation.labels).tolist()) == ([18, 9], [2, 1])
     assert not set(train.files) & set(validation.files)
@@ -303,11 +305,59 @@ def test_images_are_decoded_to_uint8(tmp_path: Path, mode: str, channels: int) -
     (tmp_path / "a").mkdir()
     for name in ("1.png", "2.png"):
         image.save(tmp_path / "a" / name)
-    example = image_folder(tmp_path)[0][0]
+    with contextlib.ExitStack() as stack:
+        if mode == "RGBA":
+            stack.enter_context(pytest.warns(UserWarning, match="channels that are not read: the transparency of 2"))
+        example = image_folder(tmp_path)[0][0]
     assert (example["image"].dtype, example["label"].dtype) == (np.uint8, np.int32)
     expected = np.asarray(image.convert("L" if channels == 1 else "RGB")).reshape(2, 4, channels)
     assert example["image"].shape == (2, 4, channels)
     assert (example["image"] == expected).all()
+
+
+def test_a_jpeg_is_turned_as_its_orientation_says(tmp_path: Path) -> None:
+    for name in ("1.jpg", "2.JPG"):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        image = Image.fromarray(np.arange(128, dtype=np.uint8).reshape(8, 16))
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        image.save(tmp_path / "a" / name, exif=exif, quality=100)
+    found = image_folder(tmp_path)[0][0]["image"]
+    assert found.shape == (16, 8, 1)
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(tmp_path / "a" / "1.jpg")))
+    assert (found[..., 0] == expected).all()
+
+
+def test_folders_of_splits_are_taken_as_they_are(tmp_path: Path) -> None:
+    names = [f"{split}/{name}/{i}.png" for split in ("train", "Val", "test") for name in ("cat", "dog") for i in "12"]
+    write_images(tmp_path, names)
+    with pytest.warns(UserWarning, match="has folders that are not read: test$"):
+        train, validation = image_folder(tmp_path)
+    assert train.classes == validation.classes == ("cat", "dog")
+    assert [sorted(file.relative_to(tmp_path).parts[0] for file in part.files) for part in (train, validation)] == [
+        ["train"] * 4,
+        ["Val"] * 4,
+    ]
+    assert [train.labels.tolist(), validation.labels.tolist()] == [[0, 0, 1, 1]] * 2
+    write_images(tmp_path / "Val", ["bird/1.png"])
+    with (
+        pytest.warns(UserWarning, match="test$"),
+        pytest.raises(UserError, match=r"Val/bird is no class of .*train: name the sub-f"),
+    ):
+        image_folder(tmp_path)
+
+
+def test_folders_that_are_no_classes_are_refused(tmp_path: Path) -> None:
+    write_images(tmp_path / "nested", ["images/cat/1.png", "images/dog/1.png"])
+    with pytest.raises(UserError, match=r"nested has one sub-folder, .*: use .*nested/images, or a folder of classes"):
+        image_folder(tmp_path / "nested")
+    write_images(tmp_path / "flat", ["train/1.png", "val/1.png"])
+    with pytest.raises(UserError, match=r"flat/train has no sub-folders: put the images of each class into one"):
+        image_folder(tmp_path / "flat")
+    write_images(tmp_path / "webp", ["a/1.png"])
+    (tmp_path / "webp/a/2.WEBP").write_bytes(b"")
+    with pytest.raises(UserError, match=r"2\.WEBP is neither png, jpg nor bmp: convert it, or remove it"):
+        image_folder(tmp_path / "webp")
 
 
 def test_pixels_are_divided_by_255_to_the_bit() -> None:

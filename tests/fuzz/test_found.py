@@ -261,7 +261,7 @@ def changed(part, **entries):
         (lambda: changed("scaler", growth_interval="x"), "growth_interval|not as torch writes it"),
         (lambda: changed("optimizer", param_groups=[None]), "has entries without names"),
         (lambda: changed("optimizer", state={0: None}), "has entries without names"),
-        (lambda: changed("optimizer", param_groups=[]), "not as torch writes it"),
+        (lambda: changed("optimizer", param_groups=[]), "has the state of 0, 1, in none of its groups"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_with_invalid_parts_is_refused(content, message, tmp_path):

@@ -4,6 +4,7 @@ A template is a program from a folder that is not trusted. It runs in the sandbo
 modules and attributes with underscores, with bounded time and memory, and its inputs are plain JSON values.
 """
 
+import copy
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +15,13 @@ from typing import Any, NamedTuple
 from jaxtrain.data.finetuning.examples import Message
 from jaxtrain.data.finetuning.template_limits import budget, conversation_budget, limited_environment
 from jaxtrain.errors import UserError
+from jaxtrain.records import Record
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MOST_CHARACTERS = 2 * 10**5  # of a template: known ones have up to 20,000
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, in the order of preference
+_PART = re.compile(r"""\.text\b|['"]text['"]""")  # how a template reads a part of a content
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of one field, in the order of preference."""
 _recording: ContextVar["_Recording | None"] = ContextVar("recording", default=None)
 
 
@@ -65,6 +69,23 @@ class ChatTemplate:
     def __init__(self, source: str, name: str, variables: Mapping[str, Any], now: datetime) -> None:
         self.source, self.name, self.variables, self.now = source, name, dict(variables), now
         self._compiled = _compile(source, name, now)
+        self._reads: set[tuple[Any, ...]] | None = None
+
+    def recording(self) -> "ChatTemplate":
+        """Return the same template, which notes what it reads of the conversations that it renders."""
+        made = copy.copy(self)
+        made._reads = set()
+        return made
+
+    def record(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Record:
+        """Return `{"messages": …, "tools": …}` as the template gets them, with the fields that it has read so far."""
+        listed = None if tools is None else list(tools)
+        return Record({"messages": [self._given(message) for message in messages], "tools": listed}, self._reads)
+
+    def note_reasoning(self, number: int) -> None:
+        """Note that the reasoning of the message `number` is written beside the template."""
+        if self._reads is not None:
+            self._reads |= {("messages", number, name) for name in REASONING}
 
     def __reduce__(self) -> Any:
         return ChatTemplate, (self.source, self.name, self.variables, self.now)
@@ -99,20 +120,20 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> tuple[str, list[Span]]:
         """Return the text of a conversation as by `render`, and the spans of its generation blocks."""
-        recording = _Recording()
+        recording, given = _Recording(), self.record(messages, tools)
         tokens = _recording.set(recording), budget.set(conversation_budget(messages, tools))
         try:
             chunks = self._compiled.generate(
                 **self.variables,
-                messages=[_with_reasoning(message) for message in messages],
-                tools=None if tools is None else list(tools),
+                messages=given["messages"],
+                tools=given["tools"],
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
             for chunk in chunks:
                 recording.add(chunk)
         except Exception as error:  # a template can fail as any program can
-            why = str(error).partition("\n")[0] or type(error).__name__
+            why = _without_records(str(error).partition("\n")[0]) or type(error).__name__
             raise UserError(
                 f"{self.name} does not render the conversation ({why}): change the messages, or the template"
             ) from None
@@ -121,16 +142,35 @@ class ChatTemplate:
             budget.reset(tokens[1])
         return "".join(recording.chunks), recording.spans
 
+    def _given(self, message: Message) -> Message:
+        """Return a message with its reasoning under the names that templates read, and its content in a form they do.
+
+        Its weight is no part of the text.
+        """
+        reasoning, content = reasoning_of(message), message.get("content")
+        given = {name: value for name, value in message.items() if name != "weight"}
+        if reasoning is not None:
+            given = {"thinking": reasoning, **given, "reasoning_content": reasoning}
+        # A template that does not read parts would write them as Python does.
+        if isinstance(content, list) and not _PART.search(self.source) and all(map(_is_text, content)):
+            given["content"] = "".join(part["text"] for part in content)
+        return given
+
 
 def reasoning_of(message: Message) -> Any:
     """Return the reasoning in a field of its own; None if there is none."""
-    return next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return next((message[name] for name in REASONING if message.get(name) is not None), None)
 
 
-def _with_reasoning(message: Message) -> Message:
-    """Return a message with its reasoning under the names that templates read."""
-    reasoning = reasoning_of(message)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+def _without_records(message: str) -> str:
+    """Return a message with the type that a template's author knows."""
+    return message.replace(f"{Record.__module__}.{Record.__name__} object", "dict object").replace(
+        f'"{Record.__name__}"', '"dict"'
+    )
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _compile(source: str, name: str, now: datetime) -> Any:

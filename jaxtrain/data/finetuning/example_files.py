@@ -19,6 +19,7 @@ from jaxtrain.data.table_rows import ARROW_SUFFIXES
 from jaxtrain.data.tables import VALIDATION_SPLITS, is_table, saved_splits, table
 from jaxtrain.data.token_cache import file_identity
 from jaxtrain.errors import UserError
+from jaxtrain.records import report_unread
 
 Parse: TypeAlias = Callable[[Example, str], Any]
 """Type of a function of a row and its name for messages that returns an example."""
@@ -68,6 +69,11 @@ class ExampleFiles:
             )
         return example
 
+    @property
+    def place(self) -> Path:
+        """The file, or the folder of several, for messages."""
+        return self.files[0] if len(self.files) == 1 else self.files[0].parent
+
     def identity(self) -> list[str]:
         """Return texts that change whenever the examples may."""
         rows = "all" if self.indices is None else hashlib.sha256(self.indices.tobytes()).hexdigest()
@@ -110,8 +116,9 @@ def split_examples(
 ) -> tuple[ExampleFiles, ExampleFiles]:
     """Open examples as (train, validation).
 
-    The splits are those of a saved dataset, or the files `train` and `validation` (or `valid`, `dev`, `test`) of a
-    folder of JSON files; otherwise examples are held out at random, the same for equal numbers of examples.
+    The splits are those of a saved dataset, or the files `train` and `validation` (or `valid`, `val`, `dev`, `eval`,
+    `test`) of a folder of JSON files; otherwise examples are held out at random, the same for equal numbers of
+    examples.
 
     Args:
       path: As for `read_examples`.
@@ -124,9 +131,11 @@ def split_examples(
     root = Path(path)
     splits = saved_splits(root)
     if splits is None and root.is_dir() and not is_table(root):
-        by_name = {file.stem: file for file in _json_files(root)}
+        by_name = {file.stem.lower(): file for file in _json_files(root)}
         held_out = next((name for name in VALIDATION_SPLITS if name in by_name), None)
-        splits = (by_name["train"], by_name[held_out]) if held_out and "train" in by_name else None
+        if held_out and "train" in by_name:
+            splits = by_name["train"], by_name[held_out]
+            report_unread(root, [file.name for file in by_name.values() if file not in splits], what="files")
     if splits is not None:
         train, validation = (read_examples(split, parse) for split in splits)
         return train, validation

@@ -9,17 +9,21 @@
 
 A row that has the fields of several kinds is of the first of them. Prompts, completions and preferences are texts or
 messages. A message is `{"role": …, "content": …}`, or ShareGPT's `{"from": …, "value": …}`; other fields of a
-message, such as `tool_calls`, are passed to the chat template. The field `tools` lists the tools of a conversation, as
-JSON Schemas or as their JSON. The field `weight` is the weight of an example in the loss, a number of at least 0, 1 if
-it is missing. A field that is null counts as missing.
+message, such as `tool_calls`, are passed to the chat template, except `weight` (0 or 1) and `train`, `training` or
+`loss` (true or false), which tell whether an answer is in the loss. The field `system` is the text of a system message
+before the others, `tools` lists the tools of a conversation, as JSON Schemas or as their JSON, and `weight` is the
+weight of an example in the loss, a number of at least 0, 1 if it is missing. A field that is null counts as missing.
+
+Other fields that change what is learned are refused. The rest are in `unread`.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from jaxtrain.errors import UserError
+from jaxtrain.records import Record, unread_fields
 
 Message: TypeAlias = dict[str, Any]
 """Type of a message: `{"role": …, "content": …}`, and what else the chat template reads."""
@@ -27,15 +31,51 @@ Messages: TypeAlias = tuple[Message, ...]
 
 _PROMPTS, _COMPLETIONS = ("prompt", "question"), ("completion", "response", "answer")
 _CONVERSATIONS = ("messages", "conversations")
-# ShareGPT has no specification: the names of roles in its files and their descendants.
+# Names of roles in files of ShareGPT, which has no specification, in its descendants and of other models.
 _ROLES = {
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
     "bard": "assistant",
     "bing": "assistant",
+    "chatbot": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
     "function_response": "tool",
+    "function-response": "tool",
+    "tool_response": "tool",
     "observation": "tool",
+}
+_KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
+_SYSTEM = ("system", "system_prompt")
+_IN_LOSS = ("weight", "train", "training", "loss")  # of OpenAI and Mistral, of Axolotl, and of ms-swift
+
+# Fields that change what is learned, with the remedy.
+_ONLY_TEXT = "only text is learned, so leave such examples out"
+_INTO_PROMPT = "write it into the prompt, and remove the field"
+_TO_TEMPLATE = "it is not passed to the chat template, so remove the field"
+_REFUSED = {
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _ONLY_TEXT),
+    **dict.fromkeys(("documents", "chat_template_kwargs"), _TO_TEMPLATE),
+    "history": "write the earlier turns as messages",
+    "functions": "it is the older form of tools, so write it as tools",
+    "function_call": "it is the older form of tool_calls, so write messages with these",
+}
+_REFUSED_BESIDE_TEXTS = dict.fromkeys(("context", "input", "instruction", *_SYSTEM), _INTO_PROMPT)
+_NO_LABELS = (
+    "answers are learned whatever their label, so keep the good ones and remove the field, or train a classifier by"
+    " --loss classification"
+)
+_REFUSED_BESIDE_ANSWERS = dict.fromkeys(("label", "kto_tag"), _NO_LABELS)
+_REFUSED_BESIDE_PREFERENCES = {"margin": "margins are not supported, so remove the field"}
+_REFUSED_IN_MESSAGES = {
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _ONLY_TEXT),
+    **dict.fromkeys(
+        ("train_detail", "training_detail", "loss_scale"), "answers are in the loss as a whole, so remove it"
+    ),
+    "function_call": "it is the older form of tool_calls, so write these",
 }
 _LARGEST_WEIGHT = 1e30  # far from the largest float32
 _ALIKE = "chosen and rejected do not differ in their answer: remove the example"
@@ -50,11 +90,13 @@ class PlainText:
       text: The text.
       where: Where it is, for messages.
       weight: Weight in the loss.
+      unread: Names of the fields of the row that are not read.
     """
 
     text: str
     where: str
     weight: float = 1.0
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -67,6 +109,7 @@ class Completion:
       tools: Tools, as JSON Schemas; None if there are none.
       where: Where it is, for messages.
       weight: Weight in the loss.
+      unread: Names of the fields of the row that are not read.
     """
 
     prompt: str | Messages
@@ -74,6 +117,7 @@ class Completion:
     tools: list[Any] | None
     where: str
     weight: float = 1.0
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -85,12 +129,14 @@ class Conversation:
       tools: Tools, as JSON Schemas; None if there are none.
       where: Where it is, for messages.
       weight: Weight in the loss.
+      unread: Names of the fields of the row that are not read.
     """
 
     messages: Messages
     tools: list[Any] | None
     where: str
     weight: float = 1.0
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -104,6 +150,7 @@ class Preference:
       tools: Tools, as JSON Schemas; None if there are none.
       where: Where it is, for messages.
       weight: Weight in the loss.
+      unread: Names of the fields of the row that are not read.
     """
 
     prompt: str | Messages
@@ -112,6 +159,7 @@ class Preference:
     tools: list[Any] | None
     where: str
     weight: float = 1.0
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
 
 FineTuningExample: TypeAlias = PlainText | Completion | Conversation | Preference
@@ -137,29 +185,68 @@ def parse_example(row: Mapping[str, Any], where: str) -> FineTuningExample:
       Traceback (most recent call last):
       jaxtrain.errors.UserError: a.jsonl, line 3 has only the fields prompt: name them text; prompt and completion; ...
     """
-    fields = {name: value for name, value in row.items() if value is not None}
+    try:
+        fields = Record({name: value for name, value in row.items() if value is not None})
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    example = _example(fields, where)
+    is_text = not isinstance(example, Conversation | PlainText) and isinstance(example.prompt, str)
+    refused = {
+        **_REFUSED,
+        **(_REFUSED_BESIDE_TEXTS if is_text else {}),
+        **({} if isinstance(example, PlainText) else _REFUSED_BESIDE_ANSWERS),
+        **(_REFUSED_BESIDE_PREFERENCES if isinstance(example, Preference) else {}),
+    }
+    _refuse(fields, refused, where)
+    if fields.get("tools") and (is_text or isinstance(example, PlainText)):
+        raise UserError(f"{where} has tools beside texts: write messages, which the chat template renders with them")
+    weight = _weight(fields.get("weight", 1.0), where)
+    return replace(example, weight=weight, unread=tuple(unread_fields(fields)))
+
+
+def _example(fields: Record, where: str) -> FineTuningExample:
     prompt, completion, conversation = (
         next((name for name in names if name in fields), None) for names in (_PROMPTS, _COMPLETIONS, _CONVERSATIONS)
     )
-    tools, weight = _tools(fields.get("tools"), where), _weight(fields.get("weight", 1.0), where)
+    tools = _tools(fields.get("tools"), where)
     if "chosen" in fields and "rejected" in fields:
-        example = _preference(fields, None if prompt is None else fields[prompt], tools, where)
-        return replace(example, weight=weight)
+        return _preference(fields, None if prompt is None else fields[prompt], tools, where)
     if conversation is not None:
-        return Conversation(_messages(fields[conversation], conversation, where), tools, where, weight)
+        messages = _messages(fields[conversation], conversation, where)
+        return Conversation(_with_system(messages, fields, where), tools, where)
     if prompt is not None and completion is not None:
         start, end = (_text_or_messages(fields[name], name, where) for name in (prompt, completion))
         _check_alike([start, end], f"{prompt} and {completion}", where)
-        return Completion(start, end, tools, where, weight)
+        return Completion(start if isinstance(start, str) else _with_system(start, fields, where), end, tools, where)
     if "text" in fields:
-        return PlainText(_text(fields["text"], "text", where), where, weight)
+        return PlainText(_text(fields["text"], "text", where), where)
     raise UserError(
         f"{where} has only the fields {', '.join(fields) or 'of no value'}: name them text; prompt and completion;"
         " messages; or prompt, chosen and rejected"
     )
 
 
-def _preference(fields: Mapping[str, Any], prompt: Any, tools: list[Any] | None, where: str) -> Preference:
+def _refuse(fields: Record, refused: Mapping[str, str], where: str) -> None:
+    for name, remedy in refused.items():
+        value = fields.get(name)
+        if value is not None and (isinstance(value, bool | int) or value):
+            raise UserError(f"{where} has the field {name}: {remedy}")
+
+
+def _with_system(messages: Messages, fields: Record, where: str) -> Messages:
+    """Return messages after the system message that a field of the row gives."""
+    name = next((name for name in _SYSTEM if fields.get(name)), None)
+    if name is None:
+        return messages
+    system = {"role": "system", "content": _text(fields[name], name, where)}
+    if messages[0]["role"] != "system":
+        return (system, *messages)
+    if messages[0] != system:
+        raise UserError(f"{where} has the field {name} and another system message: keep one")
+    return messages
+
+
+def _preference(fields: Record, prompt: Any, tools: list[Any] | None, where: str) -> Preference:
     chosen, rejected = (_text_or_messages(fields[name], name, where) for name in ("chosen", "rejected"))
     _check_alike([chosen, rejected], "chosen and rejected", where)
     if isinstance(chosen, str) or isinstance(rejected, str):
@@ -171,15 +258,31 @@ def _preference(fields: Mapping[str, Any], prompt: Any, tools: list[Any] | None,
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
-    if shared:  # Both contain the prompt, as in UltraFeedback, which repeats it as a text.
-        start, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        if not (chosen and rejected):
-            raise UserError(f"{where}: {_ALIKE}")
-    elif isinstance(prompt, str):
-        start = ({"role": "user", "content": _text(prompt, "prompt", where)},)
+    start, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    if not (chosen and rejected):
+        raise UserError(f"{where}: {_ALIKE}")
+    start = _with_prompt(start, prompt, where)
+    return Preference(_with_system(start, fields, where), chosen, rejected, tools, where)
+
+
+def _with_prompt(shared: Messages, prompt: Any, where: str) -> Messages:
+    """Return the messages before two answers: those that both have in common, after the prompt if they lack it."""
+    if prompt is None and shared:
+        return shared
+    if isinstance(prompt, str):
+        start: Messages = ({"role": "user", "content": _text(prompt, "prompt", where)},)
+        # UltraFeedback repeats the question as a text.
+        if any(message["content"] == prompt for message in shared if message["role"] == "user"):
+            return shared
     else:
         start = _messages(prompt, "prompt", where)
-    return Preference(start, chosen, rejected, tools, where)
+    if shared[: len(start)] == start:
+        return shared
+    if shared and start[len(start) - len(shared) :] == shared:
+        return start
+    if shared and shared[0]["role"] != "assistant":
+        raise UserError(f"{where}: chosen and rejected begin with other messages than prompt: keep one of both")
+    return (*start, *shared)
 
 
 def _check_alike(values: list[Any], names: str, where: str) -> None:
@@ -217,17 +320,42 @@ def _message(value: Any, where: str) -> Message:
         raise UserError(f"{where} is {_kind(value)}: {_FORM}")
     message = {name: _json(item, name, where) for name, item in value.items() if item is not None}
     if "from" in message and "role" not in message:
-        role = message.pop("from")
-        message["role"] = _ROLES.get(role, role)
+        message["role"] = message.pop("from")
         if "value" in message:
             message["content"] = message.pop("value")
     if not isinstance(message.get("role"), str):
         raise UserError(f"{where} has no role: {_FORM}")
+    name = message["role"].strip().lower()
+    role = _ROLES.get(name, name)
+    if role not in _KNOWN_ROLES:
+        raise UserError(f"{where} has the unknown role {message['role']}: use system, user, assistant or tool")
+    message["role"] = role
+    _refuse(Record(message), _REFUSED_IN_MESSAGES, where)
     content = message.get("content")
-    # An assistant that calls tools may say nothing; a list holds parts, such as {"type": "text", "text": "…"}.
-    if not isinstance(content, str | list) and not (content is None and "tool_calls" in message):
+    # An assistant that calls tools may say nothing.
+    if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
         raise UserError(f"{where} has no content that is text: {_FORM}")
-    return message
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise UserError(f"{where} has a part of the type {kind}: only texts are learned, write the content as one")
+    return _in_loss(message, where)
+
+
+def _in_loss(message: Message, where: str) -> Message:
+    """Return a message with the weight 0 if it is an answer that is not in the loss, and no weight otherwise."""
+    given = {name: message.pop(name) for name in _IN_LOSS if name in message}
+    for name, value in given.items():
+        if value not in (0, 1) or (name != "weight" and not isinstance(value, bool)):
+            raise UserError(f"{where}: {name} is {value!r}: an answer is in the loss or not, write 1 or 0")
+        if value and name != "weight" and message["role"] != "assistant":
+            raise UserError(
+                f"{where}: {name} is true for the role {message['role']}: only answers are learned, remove it"
+            )
+    if len({bool(value) for value in given.values()}) > 1:
+        raise UserError(f"{where}: {' and '.join(given)} contradict each other: keep one")
+    is_left_out = message["role"] == "assistant" and not all(given.values())
+    return {**message, "weight": 0} if is_left_out else message
 
 
 def _tools(value: Any, where: str) -> list[Any] | None:

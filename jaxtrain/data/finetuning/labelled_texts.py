@@ -13,15 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxtrain.data.finetuning.encoded_examples import as_document, names_in
 from jaxtrain.data.finetuning.example_files import ExampleFiles
 from jaxtrain.data.finetuning.examples import Completion, Conversation, Messages, PlainText, parse_example
 from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
+from jaxtrain.data.finetuning.template_fields import unread_of
 from jaxtrain.data.token_cache import TokenizedDocuments, tokenized
 from jaxtrain.errors import UserError
+from jaxtrain.records import report_unread
 
 _BATCH = 64  # texts that are tokenized at once
 # Of the tokens of a text, or how they are derived: part of the key of the cache.
-_VERSION = "labelled texts 1"
+_VERSION = "labelled texts 2"
 _LISTED = 10
 
 
@@ -34,12 +37,14 @@ class LabelledText:
       label: The label.
       tools: Tools, as JSON Schemas; None if there are none.
       where: Where it is, for messages.
+      unread: Names of the fields of the row that are not read.
     """
 
     text: str | Messages
     label: str | int
     tools: list[Any] | None
     where: str
+    unread: tuple[str, ...] = ()
 
 
 def parse_labelled(row: Mapping[str, Any], where: str) -> LabelledText:
@@ -61,15 +66,15 @@ def parse_labelled(row: Mapping[str, Any], where: str) -> LabelledText:
     if not isinstance(label, str | int):
         what = "no label" if label is None else f"the label {label!r}"
         raise UserError(f"{where} has {what}: add the field label, a text or a whole number")
-    example = parse_example(row, where)
+    example = parse_example({name: value for name, value in row.items() if name != "label"}, where)
     if isinstance(example, PlainText):
-        return LabelledText(example.text, label, None, where)
+        return LabelledText(example.text, label, None, where, example.unread)
     if isinstance(example, Conversation):
-        return LabelledText(example.messages, label, example.tools, where)
+        return LabelledText(example.messages, label, example.tools, where, example.unread)
     if isinstance(example, Completion):
         # Both are texts, or both messages.
         whole: Any = example.prompt + example.completion  # type: ignore[operator]
-        return LabelledText(whole, label, example.tools, where)
+        return LabelledText(whole, label, example.tools, where, example.unread)
     raise UserError(f"{where} is a preference, which has two texts: give one text with a label")
 
 
@@ -88,11 +93,16 @@ def encode_labelled(examples: ExampleFiles, texts: ModelTokenizer) -> TokenizedD
     """
 
     def documents() -> Iterator[NDArray[np.integer[Any]]]:
+        unread: set[str] = set()
         parsed = (examples[i] for i in range(len(examples)))
         while batch := [*islice(parsed, _BATCH)]:
-            yield from _encode(batch, texts)
+            yield from _encode(batch, texts, unread)
+        yield as_document(unread)
 
-    return tokenized([_VERSION, *texts.identity(), *examples.identity()], documents, np.min_scalar_type(texts.size))
+    key = [_VERSION, *texts.identity(), *examples.identity()]
+    stored = tokenized(key, documents, np.min_scalar_type(texts.size))
+    report_unread(examples.place, names_in(stored[len(stored) - 1]))
+    return TokenizedDocuments(stored.tokens, stored.offsets[:-1])
 
 
 def label_names(examples: ExampleFiles) -> tuple[str, ...]:
@@ -138,21 +148,28 @@ def _listed(labels: Any) -> str:
     return ", ".join(shown[:_LISTED]) + (f" and {len(shown) - _LISTED} more" if len(shown) > _LISTED else "")
 
 
-def _encode(examples: Sequence[LabelledText], texts: ModelTokenizer) -> list[NDArray[np.integer[Any]]]:
+def _encode(
+    examples: Sequence[LabelledText], texts: ModelTokenizer, unread: set[str]
+) -> list[NDArray[np.integer[Any]]]:
+    """Return the tokens of examples, and add the names of fields that are not read to `unread`."""
     encodings: dict[int, Any] = {}
     for is_chat in (True, False):
         numbers = [i for i, example in enumerate(examples) if isinstance(example.text, str) != is_chat]
-        rendered = [_rendered(examples[i], texts) for i in numbers]
+        rendered = [_rendered(examples[i], texts, unread) for i in numbers]
         # A chat template writes all special tokens.
         found = texts.encodings(rendered, add_special_tokens=not is_chat) if numbers else []
         encodings |= zip(numbers, found, strict=True)
     return [np.array(encodings[i].ids, np.int32) for i in range(len(examples))]
 
 
-def _rendered(example: LabelledText, texts: ModelTokenizer) -> str:
+def _rendered(example: LabelledText, texts: ModelTokenizer, unread: set[str]) -> str:
+    unread.update(example.unread)
     if isinstance(example.text, str):
         return example.text
     try:
-        return texts.chat_template(example.tools).render(example.text, example.tools)
+        template = texts.chat_template(example.tools).recording()
+        text = template.render(example.text, example.tools)
+        unread.update(unread_of(template, example.text, example.tools))
     except UserError as error:
         raise UserError(f"{example.where}: {error}") from None
+    return text

@@ -12,6 +12,7 @@ Around plain texts, and prompts and completions that are texts, stand the specia
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -58,12 +59,17 @@ def encode_example(example: FineTuningExample, texts: ModelTokenizer) -> tuple[E
 def encode_each(
     examples: Iterable[FineTuningExample], texts: ModelTokenizer
 ) -> Iterator[tuple[FineTuningExample, tuple[Encoded, ...]]]:
-    """Yield examples with what `encode_example` returns, tokenized in several threads."""
+    """Yield examples with what `encode_example` returns, tokenized in several threads.
+
+    `unread` also has the fields of messages that the chat template does not read.
+    """
     iterator = iter(examples)
     while batch := [(example, render_example(example, texts)) for example in islice(iterator, _BATCH)]:
         flat = [rendered for _, several in batch for rendered in several]
         encoded = iter(_encode(flat, texts))
-        yield from ((example, tuple(islice(encoded, len(several)))) for example, several in batch)
+        for example, several in batch:
+            unread = (*example.unread, *(name for one in several for name in one.unread))
+            yield replace(example, unread=unread), tuple(islice(encoded, len(several)))
 
 
 def _encode(rendered: Sequence[Rendered], texts: ModelTokenizer) -> list[Encoded]:

@@ -11,13 +11,15 @@ from numpy.typing import ArrayLike
 
 from jaxtrain.data.finetuning.chat_template import ChatTemplate
 from jaxtrain.data.finetuning.examples import Message
-from jaxtrain.data.model_folder import inside, read_json, read_text
+from jaxtrain.data.finetuning.tokenizer_settings import CONFIG, NAMED, apply_settings, content_of, read_settings
+from jaxtrain.data.model_folder import inside, read_text
 from jaxtrain.data.tokens import FileTokenizer, Role, Tokens
 from jaxtrain.errors import UserError
+from jaxtrain.records import Record
 
-_TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _MORE_TEMPLATES = "additional_chat_templates"
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 _ROLES: dict[Role, tuple[str, ...]] = {
     "pad": ("pad_token", "eos_token"),  # padding is masked, so that any token will do
     "start": ("bos_token",),
@@ -29,9 +31,10 @@ _ROLES: dict[Role, tuple[str, ...]] = {
 class ModelTokenizer(FileTokenizer):
     """Tokenizer of a folder in Hugging Face layout, with its special tokens and chat template.
 
-    It reads `tokenizer.json`, the special and added tokens of `tokenizer_config.json`, and the chat template of
-    `chat_template.jinja`, `additional_chat_templates/` or `tokenizer_config.json`, in this order, as `transformers`
-    does. No code of the folder is run but the template, in a sandbox.
+    It reads `tokenizer.json`, the tokens and settings of `tokenizer_config.json` and of the older
+    `special_tokens_map.json` and `added_tokens.json`, and the chat template of `chat_template.jinja`,
+    `additional_chat_templates/` or `tokenizer_config.json`, in this order, as `transformers` does. No code of the
+    folder is run but the template, in a sandbox.
 
     Args:
       folder: Folder of the model.
@@ -70,14 +73,15 @@ class ModelTokenizer(FileTokenizer):
                 f"{folder} has no {_TOKENIZER}: write one with AutoTokenizer.from_pretrained(…).save_pretrained(…)"
             )
         super().__init__(inside(self.folder, _TOKENIZER))
-        config = read_json(self.folder, _CONFIG) if (self.folder / _CONFIG).is_file() else {}
-        self.special_tokens = {name: _content(config[name], name, self.folder) for name in _NAMED if config.get(name)}
+        config = read_settings(self.folder)
+        self.special_tokens = {name: _content(config[name], name, self.folder) for name in NAMED if config.get(name)}
         _add_tokens(self._tokenizer, config, self.folder)
         self._size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         sources = _template_sources(self.folder, config) if template is None else _template_file(template)
         self._templates = {
             key: ChatTemplate(source, name, self.special_tokens, self.now) for key, (name, source) in sources.items()
         }
+        apply_settings(self._tokenizer, config, self.folder)
 
     def __reduce__(self) -> Any:
         return ModelTokenizer, (self.folder, self.now, self.template)
@@ -133,11 +137,20 @@ class ModelTokenizer(FileTokenizer):
         return str(self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=False))
 
     def special(self, role: Role) -> int:
-        """Return the special token of a role: that of `tokenizer_config.json`, or the first of a known name."""
+        """Return the special token of a role: that of `tokenizer_config.json`, or the only one of a known name.
+
+        Raises:
+          UserError: There is none, or several could end a text.
+        """
         for name in _ROLES[role]:
             token = self._tokenizer.token_to_id(self.special_tokens.get(name, ""))
             if token is not None:
                 return int(token)
+        known = self.known(role)
+        if role == "end" and len(known) > 1:
+            raise UserError(
+                f"{self.folder} names no eos_token, which may be {' or '.join(known)}: write it into {CONFIG}"
+            )
         return super().special(role)
 
     @property
@@ -159,30 +172,32 @@ class ModelTokenizer(FileTokenizer):
         added = sorted((i, repr(token)) for i, token in self._tokenizer.get_added_tokens_decoder().items())
         templates = sorted((key, t.source, str(t.now) if t.writes_date else "") for key, t in self._templates.items())
         special = sorted(self.special_tokens.items())
-        return [*super().identity(), repr(added), repr(templates), repr(special)]
+        settings = f"{self._tokenizer.encode_special_tokens} {self._tokenizer.pre_tokenizer}"
+        return [*super().identity(), repr(added), repr(templates), repr(special), settings]
 
 
 def _content(value: Any, name: str, folder: Path) -> str:
-    content = value.get("content") if isinstance(value, Mapping) else value
+    content = content_of(value)
     if not isinstance(content, str):
-        raise UserError(f"{folder / _CONFIG}: {name} is {content!r}, not text: download it again")
+        raise UserError(f"{folder / CONFIG}: {name} is {content!r}, not text: download it again")
     return content
 
 
-def _add_tokens(tokenizer: Any, config: Mapping[str, Any], folder: Path) -> None:
+def _add_tokens(tokenizer: Any, config: Record, folder: Path) -> None:
     """Add the tokens of the configuration that the tokenizer lacks, in the order of `transformers`."""
-    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    own = [name for name in config if name.endswith("_token") and name not in _NAMED]
+    more = config.get("additional_special_tokens")
+    more = config.get("extra_special_tokens") or more or []
+    own = [name for name in dict.keys(config) if name.endswith("_token") and name not in NAMED]
     try:
         listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda entry: int(entry[0]))
         _add(tokenizer, [_added_token(token) for _, token in listed])
         # Special ones are recognized in texts even where the vocabulary alone has them.
-        special = [config[name] for name in (*_NAMED, *own) if config.get(name)]
-        special = [token for token in special if isinstance(token, str | Mapping)]
+        own = [name for name in own if isinstance(dict.get(config, name), str | Mapping)]
+        special = [config[name] for name in (*NAMED, *own) if config.get(name)]
         special += more.values() if isinstance(more, Mapping) else more
         _add(tokenizer, [_added_token(token, special=True) for token in special])
     except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{folder / _CONFIG} lists its tokens wrongly ({error}): download it again") from None
+        raise UserError(f"{folder / CONFIG} lists its tokens wrongly ({error}): download it again") from None
 
 
 def _add(tokenizer: Any, tokens: list[Any]) -> None:
@@ -195,7 +210,8 @@ def _added_token(value: str | Mapping[str, Any], **flags: bool) -> Any:
 
     if isinstance(value, str):
         return AddedToken(value, special=True, normalized=False)
-    return AddedToken(**{name: flag for name, flag in value.items() if name != "__type"} | flags)
+    value.get("__type")  # says that it is a token
+    return AddedToken(**{name: value[name] for name in _FLAGS if name in value} | flags)
 
 
 def _template_file(file: Path) -> dict[str, tuple[str, str]]:
@@ -214,7 +230,7 @@ def _template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, tupl
         sources[file.stem] = (str(file), read_text(folder, f"{_MORE_TEMPLATES}/{file.name}"))
     if sources:
         return sources
-    value, name = config.get("chat_template"), f"chat_template of {folder / _CONFIG}"
+    value, name = config.get("chat_template"), f"chat_template of {folder / CONFIG}"
     if value is None:
         return {}
     if isinstance(value, str):

@@ -12,6 +12,8 @@ generation prompt, its text that of the messages up to it:
   text is then the prompt, the reasoning of the message, which may be empty, its end, and the answer.
 
 Where the template has `{% generation %}` blocks, a conversation is one text, and these are the spans.
+
+An answer of weight 0 is in no span.
 """
 
 import re
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 from jaxtrain.data.finetuning.chat_template import ChatTemplate, Span, reasoning_of
 from jaxtrain.data.finetuning.examples import Completion, Conversation, FineTuningExample, Message, Messages, PlainText
 from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
+from jaxtrain.data.finetuning.template_fields import unread_of
 from jaxtrain.errors import UserError
 
 _THINK, _END_OF_THINK = "<think>", "</think>"
@@ -35,12 +38,14 @@ class Rendered(NamedTuple):
       is_whole: Whether the text has all its special tokens, as that of a chat template.
       cut: Where the last answer starts if its generation prompt opens a reasoning, None otherwise. The prompt is
         tokenized alone when an answer is generated, so that no token may have characters of both.
+      unread: Names of the fields of the messages that the chat template does not read.
     """
 
     text: str
     spans: list[Span]
     is_whole: bool
     cut: int | None = None
+    unread: tuple[str, ...] = ()
 
 
 class _Turn(NamedTuple):
@@ -99,24 +104,52 @@ def _completion(
         return (Rendered(text, [Span(len(prompt), len(text))], is_whole=False),)
     assert not isinstance(prompt, str)
     assert not isinstance(completion, str)
-    return _answers(prompt + completion, len(prompt), tools, texts)
+    template, messages = texts.chat_template(tools).recording(), prompt + completion
+    return _named(_answers(template, messages, len(prompt), tools, texts), template, messages, tools)
 
 
 def _conversation(messages: Messages, tools: list[Any] | None, texts: ModelTokenizer) -> tuple[Rendered, ...]:
-    template = texts.chat_template(tools)
+    template = texts.chat_template(tools).recording()
     if template.marks_generation:
         text, spans = template.render_spans(messages, tools)
-        return (Rendered(text, spans, is_whole=True),)
-    return _answers(messages, 0, tools, texts)
+        found: tuple[Rendered, ...] = (Rendered(text, _of_weight(messages, spans, template), is_whole=True),)
+    else:
+        found = _answers(template, messages, 0, tools, texts)
+    return _named(found, template, messages, tools)
 
 
-def _answers(messages: Messages, first: int, tools: list[Any] | None, texts: ModelTokenizer) -> tuple[Rendered, ...]:
+def _named(
+    found: tuple[Rendered, ...], template: ChatTemplate, messages: Messages, tools: list[Any] | None
+) -> tuple[Rendered, ...]:
+    unread = unread_of(template, messages, tools)
+    return tuple(rendered._replace(unread=unread) for rendered in found)
+
+
+def _of_weight(messages: Messages, spans: list[Span], template: ChatTemplate) -> list[Span]:
+    """Return the spans of the answers in the loss."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if all(map(_is_learned, answers)):
+        return spans
+    if len(spans) != len(answers):
+        raise UserError(
+            f"{template.name} marks {len(spans)} texts for {len(answers)} answers, so that those of weight 0 are"
+            " unknown: leave the weights out"
+        )
+    return [span for span, message in zip(spans, answers, strict=True) if _is_learned(message)]
+
+
+def _is_learned(message: Message) -> bool:
+    return message["role"] == "assistant" and message.get("weight") != 0
+
+
+def _answers(
+    template: ChatTemplate, messages: Messages, first: int, tools: list[Any] | None, texts: ModelTokenizer
+) -> tuple[Rendered, ...]:
     """Return the texts that hold the answers among the messages from number `first` on, each answer once."""
-    template = texts.chat_template(tools)
     turns = [
         _turn(template, messages[: i + 1], tools)
         for i, message in enumerate(messages)
-        if i >= first and message["role"] == "assistant"
+        if i >= first and _is_learned(message)
     ]
     found: list[tuple[str, list[_Turn], list[Span]]] = [(template.render(messages, tools), [], [])]
     for turn in reversed(turns):
@@ -156,6 +189,7 @@ def _turn(template: ChatTemplate, messages: Messages, tools: list[Any] | None) -
                 " %}…{% endgeneration %}, or remove the reasoning of earlier messages"
             )
         text = prompt + _reasoned(messages[-1], text[thought.start() :])
+        template.note_reasoning(len(messages) - 1)
     return _Turn(text, len(prompt), thought is not None)
 
 

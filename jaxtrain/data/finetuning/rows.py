@@ -70,7 +70,7 @@ def supervised_rows(
       (2, 3)
     """
     if examples.kind is Preference:
-        raise UserError("the examples are preferences: choose a method that learns from chosen and rejected answers")
+        raise UserError("the examples are preferences: use --loss dpo or --loss reward")
     pieces, counts = _fit(examples, length)
     rows = pack_pieces(pieces, length) if packing else tuple((piece,) for piece in pieces)
     packed = PackedRows(TokenDocuments(examples), rows, length, pad, TokenWeights(examples))

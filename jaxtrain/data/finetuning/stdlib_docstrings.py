@@ -49,7 +49,7 @@ class Pair(NamedTuple):
     def row(self) -> dict[str, Any]:
         """Return the pair as a conversation."""
         messages = [{"role": "user", "content": self.question}, {"role": "assistant", "content": self.answer}]
-        return {"messages": messages, "module": self.module}
+        return {"messages": messages}
 
 
 @dataclass(frozen=True)

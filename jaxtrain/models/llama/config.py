@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 from jaxtrain.errors import UserError
 from jaxtrain.models import rope
@@ -146,9 +146,9 @@ def fields_from_hf(config: Mapping[str, Any], kind: type) -> dict[str, Any]:
     require(config, hidden_act="silu", quantization_config=None, router_jitter_noise=0.0, is_causal=True)
     if config["num_hidden_layers"] > MAX_LAYERS:
         raise UserError(f"num_hidden_layers must be at most {MAX_LAYERS}, got {config['num_hidden_layers']}")
-    config = {**_HF_DEFAULTS[config["model_type"]], **config}
-    given = {key: value for key, value in config.items() if value is not None}
-    values = {field.name: given[field.name] for field in fields(kind) if field.name in given}
+    # Not a copy, so that a record notes what is looked up.
+    config = _HF_DEFAULTS[config["model_type"]] | cast(dict[str, Any], config)
+    values = {field.name: config[field.name] for field in fields(kind) if config.get(field.name) is not None}
     values["rope_parameters"] = rope.from_hf(config)
     values.setdefault("num_key_value_heads", config["num_attention_heads"])
     values.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])

@@ -63,7 +63,7 @@ def from_hf(config: Mapping[str, Any]) -> T5Config:
         "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "relative_attention_num_buckets",
         "relative_attention_max_distance", "layer_norm_epsilon", "initializer_factor", "feed_forward_proj",
     }  # fmt: skip
-    given = {name: config[name] for name in shared & config.keys()}
+    given = {name: config[name] for name in shared if name in config}
     gated = is_gated(config.get("feed_forward_proj", "relu"))
     # In `transformers` these two override feed_forward_proj.
     activation = "gelu_new" if gated else "relu"

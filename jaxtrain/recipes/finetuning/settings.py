@@ -88,7 +88,10 @@ class FineTuneSettings(jt.Recipe):
         for name in ("model", "data", "validation", "chat_template"):
             path = getattr(self, name)
             if path is not None and not path.exists():
-                raise jt.UserError(f"{name} {path} does not exist: give a local folder or file")
+                remedy = "give a local folder or file"
+                if name == "model" and len(path.parts) == 2 and not path.is_absolute():
+                    remedy += f", or get it from the Hub: hf download {path} --local-dir {path.name}"
+                raise jt.UserError(f"{name} {path} does not exist: {remedy}")
         if self.quantize != "none" and self.method == "full":
             raise jt.UserError(f"quantize {self.quantize} needs frozen weights: use --method lora, or --quantize none")
         if self.quantize != "none" and self.precision.startswith("bf16_params"):

@@ -18,7 +18,8 @@ from jaxtrain.data.finetuning import (
 )
 from jaxtrain.errors import UserError
 
-USER, ANSWER, OTHER = ({"role": role, "content": role} for role in ("user", "assistant", "assistant "))
+USER, ANSWER = ({"role": role, "content": role} for role in ("user", "assistant"))
+OTHER = {"role": "assistant", "content": "other"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": None}}]}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
@@ -162,3 +163,89 @@ def test_unusable_files_are_reported(tmp_path: Path) -> None:
         mixed[1]
     with pytest.raises(UserError, match="1 examples leave none for validation"):
         split_examples(write(tmp_path / "one.jsonl", [{"text": "a"}]))
+
+
+def test_a_prompt_beside_answers_that_share_messages_is_kept() -> None:
+    system, shared = {"role": "system", "content": "s"}, [OTHER, {"role": "user", "content": "more"}]
+    sides = {"chosen": [*shared, ANSWER], "rejected": [*shared, {**ANSWER, "content": "bad"}]}
+    for prompt, whole in (
+        ([system, USER], (system, USER, *shared)),
+        ("user", (USER, *shared)),
+        ([system, USER, *shared], (system, USER, *shared)),
+    ):
+        assert parse_example({**sides, "prompt": prompt}, "w").prompt == whole
+    own = {name: [system, USER, *side] for name, side in sides.items()}
+    for prompt in (None, "user", [system, USER]):
+        assert parse_example({**own, "prompt": prompt}, "w").prompt == (system, USER, *shared)
+    with pytest.raises(UserError, match="begin with other messages than prompt: keep one of both"):
+        parse_example({**own, "prompt": [{"role": "user", "content": "another"}]}, "w")
+
+
+def test_roles_of_other_formats_are_translated_and_unknown_ones_refused() -> None:
+    names = ("human", "gpt", "function_call", "observation", "User", "model", "developer", "ipython")
+    row = [{"role" if i % 2 else "from": name, "content": "a"} for i, name in enumerate(names)]
+    found = [message["role"] for message in parse_example({"messages": row}, "w").messages]
+    assert found == ["user", "assistant", "assistant", "tool", "user", "assistant", "developer", "ipython"]
+    with pytest.raises(UserError, match=r"^w: message 1 has the unknown role narrator: use system"):
+        parse_example({"messages": [{"role": "narrator", "content": "a"}]}, "w")
+
+
+def test_a_system_field_is_the_first_message() -> None:
+    system = {"role": "system", "content": "s"}
+    for row in ({"messages": [USER]}, {"prompt": [USER], "completion": [ANSWER]}):
+        (field,) = [name for name in ("messages", "prompt") if name in row]
+        found = parse_example({**row, "system": "s"}, "w")
+        assert getattr(found, field) == (system, USER)
+        assert parse_example({**row, "system": "s", field: [system, USER]}, "w") == found
+    for row, message in (
+        ({"messages": [{**system, "content": "t"}, USER]}, "has the field system and another system message: keep one"),
+        ({"prompt": "p", "completion": "c"}, "has the field system: write it into the prompt, and remove the field"),
+    ):
+        with pytest.raises(UserError, match=f"^w {message}"):
+            parse_example({**row, "system": "s"}, "w")
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "value"),
+    [
+        ({"prompt": "p", "completion": "c"}, "label", False),
+        ({"prompt": "p", "completion": "c"}, "label", "true"),
+        ({"messages": [USER, ANSWER]}, "kto_tag", 0),
+        ({"messages": [USER, ANSWER]}, "images", ["a.png"]),
+        ({"messages": [USER, ANSWER]}, "functions", [{"name": "f"}]),
+        ({"messages": [USER, ANSWER]}, "history", [["q", "a"]]),
+        ({"messages": [USER, ANSWER]}, "documents", [{"text": "a"}]),
+        ({"question": "q", "answer": "a"}, "context", "c"),
+        ({"prompt": "p", "response": "c"}, "input", "i"),
+        ({"prompt": "p", "chosen": "c", "rejected": "r"}, "margin", 0.5),
+        ({"prompt": "p", "completion": "c"}, "tools", [TOOL]),
+        ({"text": "a"}, "tools", [TOOL]),
+    ],
+)
+def test_fields_that_change_what_is_learned_are_refused(row: dict[str, Any], name: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"^w has (the field )?{name}"):
+        parse_example({**row, name: value}, "w")
+    assert parse_example({**row, name: None}, "w") == parse_example(row, "w")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"function_call": {"name": "f"}}, "message 1 has the field function_call: it is the older form of tool_calls"),
+        ({"train_detail": [1]}, "message 1 has the field train_detail"),
+        ({"content": [{"type": "image_url", "image_url": "a"}]}, "message 1 has a part of the type image_url: only"),
+        ({"content": ["a"]}, "message 1 has a part of the type str: only texts"),
+        ({"weight": 0.5}, "message 1: weight is 0.5: an answer is in the loss or not, write 1 or 0"),
+        ({"train": 1}, "message 1: train is 1: an answer is in the loss or not"),
+        ({"train": True, "weight": 0}, "message 1: weight and train contradict each other: keep one"),
+        ({"role": "user", "training": True}, "message 1: training is true for the role user: only answers are learned"),
+    ],
+)
+def test_fields_of_messages_that_change_what_is_learned_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"^w: {message}"):
+        parse_example({"messages": [{**ANSWER, **fields}]}, "w")
+
+
+def test_fields_that_are_not_read_are_listed() -> None:
+    row = {"prompt": "p", "messages": [USER], "id": 3, "score_chosen": 1.0, "source": None, "weight": 1}
+    assert parse_example(row, "w").unread == ("prompt", "id", "score_chosen")

@@ -123,7 +123,7 @@ def test_the_pairs_of_the_standard_library(tmp_path):
     assert len(pairs.validation) > 300
     assert len(read_examples(folder / "train.jsonl")) == len(pairs.train)
     rows = [json.loads(line) for line in (folder / "validation.jsonl").read_text("utf-8").splitlines()]
-    assert [row["module"] for row in rows] == [pair.module for pair in pairs.validation]
+    assert rows == [pair.row() for pair in pairs.validation]
     everything = [*pairs.train, *pairs.validation]
     assert len({pair.question for pair in everything}) == len(everything)
     assert all(len(pair.answer.split()) > 2 for pair in everything)
