@@ -392,6 +392,10 @@ MISTAKES = {
         r"params has two arrays of one name, \['a'\]\['b'\] and \['a/b'\]: rename a key",
     ),
     # The batch.
+    "another byte order": (
+        lambda: call({"x": np.ones((8, 4), ">f4")}),
+        r"the array x of the batch has another byte order: pass x\.astype\('float32'\)",
+    ),
     "torch tensors": (
         lambda: call({**BATCH, "x": torch.ones(12, 4)}),
         r"the batch .*, got a torch\.Tensor at x: pass tensor",
