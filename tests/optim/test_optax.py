@@ -189,6 +189,12 @@ def test_every_refusal_is_of_a_transformation():
     assert len(ALL) > 110
 
 
+def test_an_optimizer_that_cannot_be_initialized_is_refused():
+    step = jt.train_step(loss_fn, optax.partition({"a": optax.sgd(RATE)}, {"w": "a", "v": "b"}))
+    with pytest.raises(jt.UserError, match=r"the optimizer's init fails with these parameters, .*: use an optimizer"):
+        step.init(PARAMS)
+
+
 def test_a_mistake_in_a_transformation_of_the_user_keeps_its_traceback():
     def update(updates, state, params=None):
         raise ValueError("mine")
