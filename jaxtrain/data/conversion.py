@@ -150,6 +150,8 @@ def tensor_to_numpy(tensor: Any) -> NDArray[Any]:
 
 def _narrow(array: NDArray[Any], name: str, where: Callable[[tuple[int, ...]], str]) -> NDArray[Any]:
     """Return the array in JAX's default type; `where` describes an index of it in an error message."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     kind = _NARROW.get(array.dtype.name)
     if kind is None or jax.config.read("jax_enable_x64"):
         return array

@@ -8,15 +8,19 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.paths import path_name
 
-_NARROW: dict[Any, Any] = {np.dtype(np.int64): np.int32, np.dtype(np.uint64): np.uint32}
-"""What JAX makes of 64-bit integers without x64 mode: it keeps the lower 32 bits."""
+_NARROW: dict[str, Any] = {"i": np.int32, "u": np.uint32}
+"""What JAX makes of 64-bit integers without x64 mode, by kind: it keeps the lower 32 bits."""
 
 
-def require_integers(batch: Any) -> None:
+def require_integers(batch: Any, what: str = "the batch") -> None:
     """Raise `UserError` for an integer of a batch on the host that JAX would replace by another.
 
     Every batch is checked, because every batch has other values; only arrays of 64-bit integers are read, which are
     copied to 32 bits in any case. Arrays on devices and traced ones have passed this already.
+
+    Args:
+      batch: A pytree.
+      what: What it is, for the message.
 
     Example:
       >>> require_integers({"label": np.array([1, 2**32 + 1])})  # doctest: +ELLIPSIS
@@ -29,7 +33,7 @@ def require_integers(batch: Any) -> None:
         if found := _outside(leaf):
             value, kind = found
             raise UserError(
-                f"the batch holds {value} at {path_name(path) or 'batch'}, which {kind} cannot hold: use smaller "
+                f"{what} holds {value} at {path_name(path) or 'its root'}, which {kind} cannot hold: use smaller "
                 "numbers, or set jax_enable_x64"
             )
 
@@ -39,14 +43,23 @@ def _outside(leaf: Any) -> tuple[int, str] | None:
     if type(leaf) is int:
         ends: list[int] = [leaf]
         narrow = np.int32
-    elif isinstance(leaf, np.ndarray | np.generic) and leaf.dtype in _NARROW and leaf.size:
-        ends = [int(leaf.min()), int(leaf.max())]
-        narrow = _NARROW[leaf.dtype]
+    elif _is_64_bit(leaf) and leaf.size:
+        values = np.asarray(leaf)
+        ends = [int(values.min()), int(values.max())]
+        narrow = _NARROW[values.dtype.kind]
     else:
         return None
     bounds = np.iinfo(narrow)
     outside = [value for value in ends if not bounds.min <= value <= bounds.max]
     return (outside[0], bounds.dtype.name) if outside else None
+
+
+def _is_64_bit(leaf: Any) -> bool:
+    # Of JAX those made in x64 mode, which a call outside of it narrows.
+    is_array = isinstance(leaf, np.ndarray | np.generic) or (
+        isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_fully_addressable
+    )
+    return is_array and isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in _NARROW and leaf.dtype.itemsize == 8
 
 
 def require_equal_rows(batch: Any) -> None:

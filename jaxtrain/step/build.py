@@ -136,6 +136,7 @@ class TrainStep:
         Raises:
           UserError: The state or the batch does not fit the step, or shapes changed more than `allow_recompile` times.
         """
+        require_integers(batch)
         return self._call(self.jitted, state, batch)
 
     def place(self, batch: Any) -> Any:
@@ -166,6 +167,7 @@ class TrainStep:
           so far, the loss_fn's metrics of the micro-batch. Until the window is complete `grad_norm` is 0 and `skipped`
           is False.
         """
+        require_integers(micro_batch)
         return self._call(self._micro, state, micro_batch)
 
     def flush(self, state: TrainState) -> tuple[TrainState, Metrics]:
@@ -174,7 +176,6 @@ class TrainStep:
 
     def _call(self, step: Callable[..., Any], state: TrainState, *batch: Any) -> tuple[TrainState, Metrics]:
         require_present(state)
-        require_integers(batch[0] if batch else None)
         self._uses.calls += 1
         is_first = self._uses.calls == 1
         if is_first:

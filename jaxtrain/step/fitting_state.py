@@ -41,6 +41,11 @@ def require_fitting(parts: StepParts, state: Any, batch: Any = None) -> None:
             f"the state does not fit this step: its ema {found}; create it with this step's init(params), or use "
             "state._replace(ema=state.params)"
         )
+    if state.window is not None and (found := _shape_difference(state.window.sums.acc_grads, trained)):
+        raise UserError(
+            f"the state does not fit this step: its window {found}; flush it with the step that has filled it, then "
+            "create it with this step's init(params, streaming=True)"
+        )
     rounding = parts.loss.policy.param_rounding
     if (state.compensation is None) != (rounding != "kahan"):
         has = "no compensation" if state.compensation is None else "a compensation"

@@ -233,6 +233,9 @@ def batch_error(batch: Any) -> str | None:
             return f"the batch is a torch {type(leaf).__name__}: pass one of its batches, as NumPy arrays"
         if isinstance(leaf, list):
             return f"the batch holds a list of numbers at {name}: pass numpy.asarray(...) of it"
+        if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.isnative:
+            native = leaf.dtype.newbyteorder("=").name
+            return f"the array {name} of the batch has another byte order: pass x.astype('{native}')"
         if is_deleted(leaf):
             return f"the array {name} of the batch was donated and no longer exists: pass a copy"
         if isinstance(leaf, Iterator):

@@ -4,6 +4,7 @@ Written out, as `y[None, :]`, pairs are meant; what is recognized is NumPy's pro
 asked. It is asked, by calling the loss once more, only if the total is a sum over [B, B].
 """
 
+import itertools
 import re
 import warnings
 from collections.abc import Callable
@@ -11,12 +12,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from jaxtrain.errors import warn_user
 from jaxtrain.step.means import traced_operation
 from jaxtrain.step.mistakes import location_of
 
 _MAX_OPERATIONS = 100
+_CALLS = itertools.count()
 _DIFFERENCES = ("subtract", "divide", "true_divide")
 
 
@@ -31,7 +34,9 @@ def warn_of_pairs(loss_fn: Callable[..., Any], args: tuple[Any, ...], loss: Any)
     rows = next((x.shape[0] for x in jax.tree.leaves(args[1]) if np.ndim(x)), 0)
     if rows < 2 or not _sums_pairs(loss.total, rows):
         return
-    with warnings.catch_warnings(record=True) as caught, jax.numpy_rank_promotion("warn"):
+    # A context of its own, without which JAX would reuse the traces of its functions, and not warn again.
+    fresh = set_xla_metadata(pairs_of_rows=str(next(_CALLS)))
+    with warnings.catch_warnings(record=True) as caught, jax.numpy_rank_promotion("warn"), fresh:
         warnings.simplefilter("always")
         loss_fn(*args)
     for warning in caught:

@@ -29,6 +29,7 @@ from jaxtrain.step.accumulate import (
     split_batch,
 )
 from jaxtrain.step.arithmetic import widen
+from jaxtrain.step.batch import require_integers
 from jaxtrain.step.clip import clip_grad_norm, clip_grad_value
 from jaxtrain.step.ema import init_ema, update_ema
 from jaxtrain.step.fitting_state import require_fitting
@@ -86,6 +87,8 @@ def init_state(
     if not jnp.issubdtype(jnp.result_type(seed), np.integer):
         raise UserError(f"seed must be an integer, got {describe(seed)}: use 0, for example")
     require_trainable(params, parts.frozen)
+    require_integers(params, "params")
+    require_integers(model_state, "model_state")
     trained, frozen = partition(params, parts.frozen)
     policy, copy = parts.loss.policy, not donate
     trained, frozen = policy.cast_params(trained, copy=copy), policy.cast_frozen(frozen, copy=copy)

@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxtrain.errors import UserError
 from jaxtrain.step.accumulate import Window, add_micro_batch, mean_gradient, micro_batch_count
+from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.learning_rate import used_learning_rate
 from jaxtrain.step.state import TrainState, applied_updates, require_state
 from jaxtrain.step.step import (
@@ -54,6 +55,8 @@ def flush(parts: StepParts, state: TrainState) -> tuple[TrainState, Metrics]:
 
 
 def _close_if(condition: Any, parts: StepParts, state: TrainState) -> tuple[TrainState, Metrics]:
+    state = state._replace(ema=widen(state.ema))  # in case it was set to parameters in low precision
+
     def close(state: TrainState) -> tuple[TrainState, Metrics]:
         window = _window(state)
         grads, loss, nonfinite, observed = mean_gradient(window), window.loss, window.nonfinite, window.observed

@@ -64,7 +64,7 @@ ARGUMENTS = {
     "fromage": lambda f: f(RATE),
     "cocob": lambda f: f(),
     "differentially_private_aggregate": lambda f: f(1.0, 0.1, 0),
-    "dpsgd": lambda f: f(RATE, 1.0, 0.1, 0),
+    "dpsgd": lambda f: f(RATE, 1.0, 0.1, seed=0),
     "mechanize": lambda f: f(optax.sgd(RATE)),
     "reduce_on_plateau": lambda f: f(patience=1, cooldown=0),
     "sam": lambda f: f(optax.sgd(RATE), optax.chain(contrib.normalize(), optax.sgd(0.05))),
@@ -74,6 +74,7 @@ ARGUMENTS = {
     "galore": lambda f: f(RATE, rank=1),
     "scale_by_galore": lambda f: f(rank=1),
     "lbfgs": lambda f: f(),
+    "scale_by_muon": lambda f: f(weight_dimension_numbers=dict.fromkeys(PARAMS, contrib.MuonDimensionNumbers())),
     "adan": lambda f: f(RATE),
 }
 WRAPPED = {
@@ -95,7 +96,8 @@ REFUSED = {
     "scale_by_zoom_linesearch": r"needs grad and value_fn|needs value_fn",
     "lbfgs": r"needs grad and value_fn",
     "sophia": r"obj_fn must be provided",
-    "lookahead": r"init fails with these parameters",
+    "lookahead": r"update fails, 'dict' object has no attribute 'fast'",
+    "measure_with_ema": r"returns updates of another structure than the parameters",
     "differentially_private_aggregate": r"returns float32\[2\] for the parameter|expects|fails",
     "dpsgd": r"returns float32\[2\] for the parameter|expects|fails",
     "sam in opaque mode": r"fails",
@@ -176,6 +178,7 @@ def test_a_step_updates_as_a_loop_of_optax(name):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", sorted(set(ALL) - set(COMMON)))
 def test_every_transformation_updates_as_in_a_loop_of_optax(name):
     check(name)
@@ -184,6 +187,12 @@ def test_every_transformation_updates_as_in_a_loop_of_optax(name):
 def test_every_refusal_is_of_a_transformation():
     assert REFUSED.keys() <= ALL.keys()
     assert len(ALL) > 110
+
+
+def test_an_optimizer_that_cannot_be_initialized_is_refused():
+    step = jt.train_step(loss_fn, optax.partition({"a": optax.sgd(RATE)}, {"w": "a", "v": "b"}))
+    with pytest.raises(jt.UserError, match=r"the optimizer's init fails with these parameters, .*: use an optimizer"):
+        step.init(PARAMS)
 
 
 def test_a_mistake_in_a_transformation_of_the_user_keeps_its_traceback():

@@ -13,6 +13,7 @@ BEYOND = {
     "int64": (np.array([0, 2**32 + 1]), "4294967297", "int32"),
     "least int64": (np.array([[-(2**31) - 1, 5]]).T, "-2147483649", "int32"),
     "uint64": (np.array([1, 2**32], np.uint64), "4294967296", "uint32"),
+    "another byte order": (np.array([0, 2**33], ">i8"), "8589934592", "int32"),
     "scalar": (np.int64(2**31), "2147483648", "int32"),
     "Python int": (2**40, "1099511627776", "int32"),
     "huge Python int": (2**70, str(2**70), "int32"),
@@ -70,6 +71,18 @@ def test_integers_of_32_bits_are_passed_on():
     for value in WITHIN:
         _, metrics = step(step.init({"w": jnp.ones(4)}), batch_with(id=value))
         assert float(metrics["id"]) == float(np.sum(np.asarray(value).astype(np.int64) % 7))
+
+
+def test_integers_among_the_parameters_are_kept_or_refused():
+    step = jt.train_step(loss_fn, optax.sgd(0.1))
+    for options in ({}, {"model_state": {"id": np.array([2**40])}}):
+        params = {"w": np.ones(4, np.float32), "table": np.array([1, 2**40 * (not options)])}
+        with pytest.raises(jt.UserError, match=r"(params|model_state) holds 1099511627776 at (table|id), which int32"):
+            step.init(params, **options)
+    with jax.enable_x64(True):
+        wide = jnp.array([2**40])
+    with pytest.raises(jt.UserError, match="the batch holds 1099511627776 at id"):
+        step(step.init({"w": jnp.ones(4)}), batch_with(id=wide))
 
 
 def test_random_integers_are_right_or_refused():

@@ -390,11 +390,21 @@ MISTAKES = {
         lambda: call(BATCH, shared(ema=0.5).init(PARAMS)._replace(ema={"w": jnp.ones(5)}), shared(ema=0.5)),
         r"the state does not fit this step: its ema has float32\[5\] at w, expected float32\[4\]; create",
     ),
+    "a window of other params": (
+        lambda: build(accumulate=2).micro(
+            build(accumulate=2).init(PARAMS, streaming=True)._replace(params={"w": jnp.ones(5)}), BATCH
+        ),
+        r"the state does not fit this step: its window has float32\[4\] at w, expected float32\[5\]; flush it",
+    ),
     "two params of one name": (
         lambda: build().init({"a/b": jnp.ones(4), "a": {"b": jnp.ones(4)}}),
         r"params has two arrays of one name, \['a'\]\['b'\] and \['a/b'\]: rename a key",
     ),
     # The batch.
+    "another byte order": (
+        lambda: call({"x": np.ones((8, 4), ">f4")}),
+        r"the array x of the batch has another byte order: pass x\.astype\('float32'\)",
+    ),
     "torch tensors": (
         lambda: call({**BATCH, "x": torch.ones(12, 4)}),
         r"the batch .*, got a torch\.Tensor at x: pass tensor",

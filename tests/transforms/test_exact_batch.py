@@ -176,6 +176,30 @@ def test_weights_count_rows_beyond_the_digits_of_low_precision(precision, rows):
     assert float(step(state, batch)["loss"].weight) == rows
 
 
+@pytest.mark.parametrize("precision", ["bf16_compute", "bf16_params", "fp16"])
+def test_sums_of_a_window_are_exact(precision):
+    k, rows = 3, 1001
+
+    def masked(params, batch, rng):
+        error = batch["x"] @ params - batch["y"]
+        return jt.Loss.of(error**2, batch["mask"].astype(error.dtype)), {"target": jt.Loss.of(batch["y"])}
+
+    generator = np.random.default_rng(3)
+    batch = {name: x for name, x in random_batch(3, k * rows).items() if name in ("x", "y")}
+    batch["mask"] = generator.random(k * rows) < np.repeat(generator.random(k), rows)  # of uneven weights
+    step = jt.train_step(masked, optax.sgd(0.0), precision=precision, accumulate=k, loss_scale=None)
+    _, metrics = step(step.init(jnp.ones(4)), batch)
+    found = [metrics]
+    state = step.init(jnp.ones(4), streaming=True)
+    for i in range(k):
+        state, metrics = step.micro(state, {name: x[i * rows : (i + 1) * rows] for name, x in batch.items()})
+    errors = (batch["x"].astype(np.float64).sum(1) - batch["y"]) ** 2
+    for sums in (*found, metrics):
+        assert float(sums["weight"]) == batch["mask"].sum()
+        np.testing.assert_allclose(float(sums["loss"]), errors[batch["mask"]].mean(), rtol=1e-6)
+    np.testing.assert_allclose(float(found[0]["target"]), batch["y"].mean(dtype=np.float64), rtol=1e-5)
+
+
 def test_the_moving_average_of_low_precision_parameters_is_float32():
     decay, steps = 0.999, 40
 
