@@ -139,6 +139,7 @@ class Case:
             return self.optimizer.torch(named)
         table, _ = self.tables
         paths = {name: path for path in table.params for name in table.only([path]).torch_order(self.params_like)}
+        paths |= {alias: paths[name] for alias, name in table.tied.items() if name in paths}
         return self.optimizer.torch(named, paths)
 
     def batches(self, seed: int, steps: int) -> Iterator[Batch]:

@@ -63,8 +63,9 @@ def recipe_case(recipe: Recipe) -> Case:
     known: Any = getattr(task.imported, "to_torch", None)
     missing = [method for method in _METHODS if not (hasattr(kind, method) or (known and method == "torch_model"))]
     if missing:
+        methods = "the methods" if len(missing) > 1 else "the method"
         define = " and ".join(f"{method}{_METHODS[method]}" for method in missing)
-        raise UserError(f"{kind.__name__} has no PyTorch side: define the method{'s'[: len(missing) - 1]} {define}")
+        raise UserError(f"{kind.__name__} has no PyTorch side: define {methods} {define}")
     torch_model = getattr(recipe, "torch_model", known)
     is_frozen = frozen(recipe, task)
     if known is None:

@@ -82,7 +82,10 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("what", "command"), zip(BROKEN, itertools.cycle(["run", "run", "locate", "prove"])))
+COMMANDS = itertools.cycle(["run", "run", "locate", "prove"])
+
+
+@pytest.mark.parametrize(("what", "command"), [*zip(BROKEN, COMMANDS, strict=False)])
 def test_a_broken_case_is_reported_in_one_line(what, command, tmp_path, capsys):
     right, wrong, expected = BROKEN[what]
     assert FILE.count(right) == 1
