@@ -148,7 +148,7 @@ def _run(
             with _lifted(precision):
                 masked = nullcontext() if mask is None else GivenMasks(mask, partial(mask_lines, case))
                 with _autocast(precision), without_recomputation(), masked:
-                    total, weight = _checked(case.torch_loss(copied.model if copied else model, micro_batch))
+                    total, weight = checked_loss(case.torch_loss(copied.model if copied else model, micro_batch))
                     loss = total / weight / accumulate
                 scaler.scale(loss).backward()
                 if copied:
@@ -193,7 +193,8 @@ def _lifted(precision: str) -> AbstractContextManager[Any]:
     return lifted
 
 
-def _checked(returned: Any) -> tuple[torch.Tensor, Any]:
+def checked_loss(returned: Any) -> tuple[torch.Tensor, Any]:
+    """Return what a `torch_loss` returned, (total, weight). Raises `UserError` if it is anything else."""
     match returned:
         case (torch.Tensor(shape=()) as total, int() | float() | torch.Tensor(shape=()) | np.number() as weight):
             if not total.requires_grad:
