@@ -147,7 +147,8 @@ def _of_expression(expression: Expression, ours: Any, exempt: Callable[[str], bo
 
 def _moments(expression: Expression, ours: optax.GradientTransformation, params_like: Any) -> dict[str, str]:
     """Return PyTorch's names of the moments that have the shapes of the parameters, of one group."""
-    if not isinstance(expression, Call) or expression.function == "adafactor":
+    # Those of Rprop and Adafactor start from other numbers than zero, also those of frozen parameters.
+    if not isinstance(expression, Call) or expression.function in ("adafactor", "rprop"):
         return {}
     state = jax.eval_shape(ours.init, params_like)
     return {theirs: name for name, theirs in MOMENTS[expression.function].items() if _has(state, name)}
