@@ -199,8 +199,6 @@ def checked_loss(returned: Any) -> tuple[torch.Tensor, Any]:
         case (torch.Tensor(shape=()) as total, int() | float() | torch.Tensor(shape=()) | np.number() as weight):
             if not total.requires_grad:
                 raise UserError("the total of torch_loss does not depend on the model's parameters: return their loss")
-            if not weight > 0:
-                raise UserError(f"torch_loss returned the weight {weight:g}: return one above 0, as the number of rows")
             return total, weight
         case (torch.Tensor(shape=()), weight):
             raise UserError(f"torch_loss returned a weight that is a {type(weight).__name__}: return a number")
@@ -376,7 +374,9 @@ def tensor(array: np.ndarray, precision: str) -> torch.Tensor:
 def _check_alike(weights: set[int], case: Case) -> None:
     # Only with equal weights is the mean over micro-batches the mean of the window.
     if len(weights) > 1:
-        raise UserError(f"micro-batches of {case.name} have weights {sorted(weights)}: draw batches that split evenly")
+        raise UserError(
+            f"micro-batches of {case.name} have weights {sorted(weights)}: draw batches that split evenly, or use accumulate 1"
+        )
 
 
 def snapshot(case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:

@@ -24,7 +24,9 @@ def check_case(case: Case) -> None:
     model = seeded_model(case, 0).double()
     tensors = {name: tensor(x, "fp64") for name, x in batch.items()}
     with torch.random.fork_rng(devices=[]), few_threads(model), InFloat64():
-        total, _ = checked_loss(case.torch_loss(model, tensors))
+        total, weight = checked_loss(case.torch_loss(model, tensors))
+    if not weight > 0:
+        raise UserError(f"torch_loss returned the weight {weight:g}: return one above 0, as the number of rows")
     if not torch.isfinite(total):
         raise UserError(f"PyTorch's loss is {total.item()} in float64 too: {cause(batch)}")
 
