@@ -374,9 +374,8 @@ def tensor(array: np.ndarray, precision: str) -> torch.Tensor:
 def _check_alike(weights: set[int], case: Case) -> None:
     # Only with equal weights is the mean over micro-batches the mean of the window.
     if len(weights) > 1:
-        raise UserError(
-            f"micro-batches of {case.name} have weights {sorted(weights)}: draw batches that split evenly, or use accumulate 1"
-        )
+        remedy = "draw batches that split evenly, or use accumulate 1"
+        raise UserError(f"micro-batches of {case.name} have weights {sorted(weights)}: {remedy}")
 
 
 def snapshot(case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
