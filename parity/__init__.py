@@ -11,6 +11,7 @@ The map of the package. No module imports another in a circle (`tests/test_archi
     bars, compare            the bars, and the verdict on two runs
     trajectory               rounding and chaos in long runs
     torch_optimizers, frozen a recipe's optimizer, schedule and frozen parameters, for both sides
+    validity                 mistakes in a case
     settings, reference, examination   how both sides train; PyTorch's runs; the verdict with its runs
     progress                 what a check is doing, for whoever waits
     float64, low_precision   the comparison in float64, and in a lower precision

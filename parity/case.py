@@ -65,6 +65,15 @@ class Case:
     precision: str | None = None
     not_exercised: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        from jaxtrain.errors import UserError
+
+        if not isinstance(self.rows, int) or self.rows < 1:
+            raise UserError(f"rows must be an integer of at least 1, got {self.rows!r}: set rows of {self.name}")
+        if not isinstance(self.optimizer, AdamW | Optimizer):
+            kind = type(self.optimizer).__name__
+            raise UserError(f"optimizer is a {kind}: use parity.AdamW(…) or parity.Optimizer(…)")
+
     @classmethod
     def of_import(
         cls,
@@ -133,38 +142,23 @@ class Case:
         return () if table is None else tuple(table.torch_order(self.state_like))
 
     def torch_optimizer(self, model: "torch.nn.Module") -> "torch.optim.Optimizer":
-        """Return PyTorch's optimizer of a model's parameters."""
-        named = list(model.named_parameters())
+        """Return PyTorch's optimizer of a model's parameters; raise `UserError` if it refuses a hyperparameter."""
+        from jaxtrain.errors import UserError
+
+        try:
+            return self._torch_optimizer(list(model.named_parameters()))
+        except ValueError as error:
+            raise UserError(f"PyTorch refuses the optimizer of {self.name}: {error}") from error
+
+    def _torch_optimizer(self, named: list[Any]) -> "torch.optim.Optimizer":
         if isinstance(self.optimizer, AdamW) or not self.optimizer.by_path:
             return self.optimizer.torch(named)
         table, _ = self.tables
         paths = {name: path for path in table.params for name in table.only([path]).torch_order(self.params_like)}
+        paths |= {alias: paths[name] for alias, name in table.tied.items() if name in paths}
         return self.optimizer.torch(named, paths)
 
     def batches(self, seed: int, steps: int) -> Iterator[Batch]:
         """Yield an effective batch for each step; the same batches for the same seed."""
         for step in range(steps):
-            batch = self.batch(int(np.random.SeedSequence([seed, step]).generate_state(1)[0]), self.rows)
-            if not step:
-                _check_batch(batch, self.rows)
-            yield batch
-
-
-def _check_batch(batch: Any, rows: int) -> None:
-    """Raise `UserError` if a batch is not of arrays by name, with the rows on the first axis."""
-    from jaxtrain.errors import UserError
-
-    if not isinstance(batch, Mapping) or not batch:
-        what = "an empty batch" if isinstance(batch, Mapping) else type(batch).__name__
-        raise UserError(f"batch returned {what}: return arrays by name, as {{'x': array}}")
-    for name, x in batch.items():
-        if not isinstance(x, np.ndarray) or x.dtype.kind not in "fiubc":
-            kind = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
-            raise UserError(f"{name} of the batch is {kind}: return NumPy arrays of numbers")
-        if x.shape[:1] != (rows,):
-            raise UserError(
-                f"{name} of the batch has shape {list(x.shape)}, not {rows} rows: put them on the first axis"
-            )
-        if x.dtype.kind == "f" and not np.isfinite(x).all():
-            value = x[~np.isfinite(x)].flat[0]
-            raise UserError(f"{name} of the batch has the value {value}: leave such rows out, or mask them")
+            yield self.batch(int(np.random.SeedSequence([seed, step]).generate_state(1)[0]), self.rows)

@@ -49,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     options.flags = others
+    if others and not _are_recipes(options):
+        print(f"parity: unrecognized arguments: {' '.join(others)}", file=sys.stderr)
+        return 2
     if options.command == "list":
         width = max(map(len, SUMMARIES))
         print("\n".join(f"{name:{width}}  {summary}" for name, summary in SUMMARIES.items()))
@@ -64,11 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _answer(commands[options.command], options)
 
 
-def _require_recipes(options: argparse.Namespace) -> None:
-    """Raise `UserError` if there are flags of no command, and no recipe whose fields they could be."""
+def _are_recipes(options: argparse.Namespace) -> bool:
+    """Whether a command names cases of files alone, whose fields flags may set."""
     named = options.cases if "cases" in options else [getattr(options, "case", "")]
-    if options.flags and not all("::" in name for name in named or [""]):
-        raise UserError(f"unrecognized arguments: {' '.join(options.flags)}")
+    return bool(named) and all("::" in name for name in named)
 
 
 def _answer(command: Callable[[argparse.Namespace, Console], int], options: argparse.Namespace) -> int:
@@ -82,7 +84,6 @@ def _answer(command: Callable[[argparse.Namespace, Console], int], options: argp
     if getattr(options, "debug", False):
         logging.basicConfig(level=logging.INFO)
     try:
-        _require_recipes(options)
         return command(options, console)
     except UserError as error:
         if options.debug:

@@ -69,9 +69,8 @@ def judge(ours: Record, reference: Reference) -> Examination:
 def _check_finite(case: Case, settings: Settings, truth: Record) -> None:
     """Nothing can be compared with a loss that is inf or NaN in PyTorch itself."""
     from jaxtrain.errors import UserError
+    from parity.validity import cause
 
     for step in np.flatnonzero(~np.isfinite(truth.losses))[:1]:
         *_, batch = case.batches(settings.seed, int(step) + 1)
-        nan = [name for name, x in batch.items() if x.dtype.kind == "f" and np.isnan(x).any()]
-        why = f"{nan[0]} of the batch has NaN: leave such rows out" if nan else "look for a division, log or root by 0"
-        raise UserError(f"PyTorch's loss is {truth.losses[step]} in step {step + 1}, in float64 too: {why}")
+        raise UserError(f"PyTorch's loss is {truth.losses[step]} in step {step + 1}, in float64 too: {cause(batch)}")

@@ -26,18 +26,23 @@ def without_frozen(loss_fn: LossFn, frozen: Frozen) -> LossFn:
 
 
 def frozen_too(optimizer: AdamW | Optimizer, frozen: Frozen) -> AdamW | Optimizer:
-    """Return an optimizer that leaves frozen parameters as they are, as PyTorch's does without a gradient."""
+    """Return an optimizer that leaves frozen parameters as they are, as PyTorch's does without a gradient.
+
+    It takes them and their gradients for zeros, so that no decay of theirs is in its moments.
+    """
     if frozen is none_frozen:
         return optimizer
+    inner = optax.with_extra_args_support(optimizer.jax)
 
-    def kept(path: Any, x: Any) -> Any:
-        return jnp.zeros_like(x) if frozen(path_name(path)) else x
+    def zeroed(tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: jnp.zeros_like(x) if frozen(path_name(path)) else x, tree
+        )
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        del params
-        return jax.tree_util.tree_map_with_path(kept, updates), state
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        updates, state = inner.update(zeroed(updates), state, zeroed(params), **extra)
+        return zeroed(updates), state
 
-    keeping = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
-    chained = optax.chain(optimizer.jax, keeping)
+    kept = optax.GradientTransformationExtraArgs(lambda params: inner.init(zeroed(params)), update)
     by_path = isinstance(optimizer, Optimizer) and optimizer.by_path
-    return Optimizer(optimizer.name, optimizer.torch, chained, optimizer.moments, optimizer.scheduler, by_path)
+    return Optimizer(optimizer.name, optimizer.torch, kept, optimizer.moments, optimizer.scheduler, by_path)

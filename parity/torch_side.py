@@ -148,7 +148,7 @@ def _run(
             with _lifted(precision):
                 masked = nullcontext() if mask is None else GivenMasks(mask, partial(mask_lines, case))
                 with _autocast(precision), without_recomputation(), masked:
-                    total, weight = _checked(case.torch_loss(copied.model if copied else model, micro_batch))
+                    total, weight = checked_loss(case.torch_loss(copied.model if copied else model, micro_batch))
                     loss = total / weight / accumulate
                 scaler.scale(loss).backward()
                 if copied:
@@ -193,13 +193,12 @@ def _lifted(precision: str) -> AbstractContextManager[Any]:
     return lifted
 
 
-def _checked(returned: Any) -> tuple[torch.Tensor, Any]:
+def checked_loss(returned: Any) -> tuple[torch.Tensor, Any]:
+    """Return what a `torch_loss` returned, (total, weight). Raises `UserError` if it is anything else."""
     match returned:
         case (torch.Tensor(shape=()) as total, int() | float() | torch.Tensor(shape=()) | np.number() as weight):
             if not total.requires_grad:
                 raise UserError("the total of torch_loss does not depend on the model's parameters: return their loss")
-            if not weight > 0:
-                raise UserError(f"torch_loss returned the weight {weight:g}: return one above 0, as the number of rows")
             return total, weight
         case (torch.Tensor(shape=()), weight):
             raise UserError(f"torch_loss returned a weight that is a {type(weight).__name__}: return a number")
@@ -375,7 +374,8 @@ def tensor(array: np.ndarray, precision: str) -> torch.Tensor:
 def _check_alike(weights: set[int], case: Case) -> None:
     # Only with equal weights is the mean over micro-batches the mean of the window.
     if len(weights) > 1:
-        raise UserError(f"micro-batches of {case.name} have weights {sorted(weights)}: draw batches that split evenly")
+        remedy = "draw batches that split evenly, or use accumulate 1"
+        raise UserError(f"micro-batches of {case.name} have weights {sorted(weights)}: {remedy}")
 
 
 def snapshot(case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:

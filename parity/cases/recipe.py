@@ -63,8 +63,9 @@ def recipe_case(recipe: Recipe) -> Case:
     known: Any = getattr(task.imported, "to_torch", None)
     missing = [method for method in _METHODS if not (hasattr(kind, method) or (known and method == "torch_model"))]
     if missing:
+        methods = "the methods" if len(missing) > 1 else "the method"
         define = " and ".join(f"{method}{_METHODS[method]}" for method in missing)
-        raise UserError(f"{kind.__name__} has no PyTorch side: define the method{'s'[: len(missing) - 1]} {define}")
+        raise UserError(f"{kind.__name__} has no PyTorch side: define {methods} {define}")
     torch_model = getattr(recipe, "torch_model", known)
     is_frozen = frozen(recipe, task)
     if known is None:
@@ -146,7 +147,8 @@ def _of_expression(expression: Expression, ours: Any, exempt: Callable[[str], bo
 
 def _moments(expression: Expression, ours: optax.GradientTransformation, params_like: Any) -> dict[str, str]:
     """Return PyTorch's names of the moments that have the shapes of the parameters, of one group."""
-    if not isinstance(expression, Call) or expression.function == "adafactor":
+    # Those of Rprop and Adafactor start from other numbers than zero, also those of frozen parameters.
+    if not isinstance(expression, Call) or expression.function in ("adafactor", "rprop"):
         return {}
     state = jax.eval_shape(ours.init, params_like)
     return {theirs: name for name, theirs in MOMENTS[expression.function].items() if _has(state, name)}

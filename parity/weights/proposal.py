@@ -15,6 +15,7 @@ from jaxtrain.interop import NameTable, TorchParam, leaves
 from parity.case import Case
 from parity.jax_side import from_torch
 from parity.torch_side import seeded_model, with_counterpart
+from parity.validity import check_case
 from parity.weights.assignment import Choice, Costs, Match, Side, no_costs
 from parity.weights.by_values import by_values
 from parity.weights.classes import by_class
@@ -67,7 +68,12 @@ def completed(case: Case) -> tuple[Case, tuple[str, ...]]:
 
 
 def proposed(case: Case) -> tuple[Case, tuple[str, ...]]:
-    """Return the case with all its tables, and notes on them; leaves that it matches are not tied yet."""
+    """Return the case with all its tables, and notes on them; leaves that it matches are not tied yet.
+
+    Raises:
+      UserError: Something in the case is wrong (`parity.validity`), or as in `with_tables`.
+    """
+    check_case(case)
     model = seeded_model(case, 0)
     left_out = _left_out(case, model)
     notes = [f"{name} is left out: {_why(model, name)}" for name in sorted(left_out)[:LISTED]]

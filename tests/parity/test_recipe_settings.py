@@ -123,7 +123,8 @@ def holds_with(planted, recipe, **settings):
     case, other = (completed(recipe_case(r))[0] for r in (recipe, planted))
     given = settings_of(case, **{"steps": 4, **settings})
     reference = live_reference(case, "fp64", given)
-    ours = program_of(other, "fp64", given).run(other, reference.weights, steps=given.steps, seed=given.seed)
+    seed = settings_of(other).seed if planted.seed != recipe.seed else given.seed
+    ours = program_of(other, "fp64", given).run(other, reference.weights, steps=given.steps, seed=seed)
     return judge(ours, reference).verdict.passed
 
 
@@ -144,6 +145,34 @@ def test_a_setting_that_no_side_uses_is_named_with_its_value(name):
 @pytest.mark.parametrize("name", OTHER)
 def test_a_setting_that_differs_in_jax_alone_is_found(name):
     assert not holds_with(replace(Run(), **{name: OTHER[name]}), Run())
+
+
+@pytest.mark.sampled(1, slow=4)
+@pytest.mark.parametrize("seed", range(12))
+def test_every_setting_of_a_random_recipe_is_used_or_named(seed):
+    rng = np.random.default_rng(seed)
+    optimizers = [*CLASSES]
+    given = {
+        "optimizer": optimizers[rng.integers(len(optimizers))],
+        "schedule": SCHEDULES[rng.integers(5)],
+        "steps": int(rng.integers(20, 60)),
+        "warmup_steps": int(rng.integers(0, 3)),
+        "batch_size": int(rng.choice([4, 8, 12])),
+        "accumulate": int(rng.choice([1, 2, 4])),
+        "lr": float(10 ** rng.uniform(-3, -2)),
+        "weight_decay": float(rng.uniform(0.01, 0.3)),
+        "clip_norm": float(rng.uniform(0.02, 0.05)),
+        "frozen": rng.choice([None, "out/*"]),
+        "seed": int(rng.integers(9)),
+        "width": int(rng.integers(2, 6)),
+    }
+    named = {name: value for name, value in NAMED_VALUES.items() if rng.random() < 0.3}
+    recipe = Run(**given, **named)
+    assert examined(recipe).verdict.passed
+    assert {f"{name} {value}" for name, value in named.items()} <= {*recipe_case(recipe).not_exercised}
+    for name in rng.choice(["lr", "batch_size", "clip_norm", "seed"], 2, replace=False):
+        change = given[name] * 1.01 if isinstance(given[name], float) else given[name] + 4
+        assert not holds_with(replace(recipe, **{name: change}), recipe), name
 
 
 def test_a_seed_of_the_recipe_is_that_of_its_checks():
