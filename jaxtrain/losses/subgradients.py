@@ -32,8 +32,16 @@ def abs(x: jax.Array) -> jax.Array:
     References:
       `abs` in PyTorch's `derivatives.yaml`.
     """
-    # Of NaN it is 0 as well.
-    return jnp.where(x > 0, x, jnp.where(x < 0, -x, lax.stop_gradient(jnp.abs(x))))
+    return _abs(x)
+
+
+@jax.custom_jvp
+def _abs(x: jax.Array) -> jax.Array:
+    return jnp.abs(x)
+
+
+# A product, by which NaN stays NaN also at 0.
+_abs.defjvps(lambda tangent, _, x: tangent * jnp.where(jnp.isnan(x), 0, jnp.sign(x)))
 
 
 def clamp(x: jax.Array, min: ArrayLike | None = None, max: ArrayLike | None = None) -> jax.Array:
@@ -293,10 +301,23 @@ def atan2(y: jax.Array, x: jax.Array) -> jax.Array:
     References:
       `atan2_backward` in PyTorch's `FunctionsManual.cpp`.
     """
-    origin = (x == 0) & (y == 0)
-    # The angle of the origin depends on the zeros' signs.
-    angle = lax.stop_gradient(jnp.arctan2(y, x))
-    return jnp.where(origin, angle, jnp.arctan2(jnp.where(origin, 1, y), jnp.where(origin, 1, x)))
+    return _atan2(y, x)
+
+
+@jax.custom_jvp
+def _atan2(y: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.arctan2(y, x)
+
+
+def _over_square(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return a / (a² + b²), 0 for the origin."""
+    origin = (a == 0) & (b == 0)
+    return jnp.where(origin, 0, a / jnp.where(origin, 1, a * a + b * b))
+
+
+_atan2.defjvps(
+    lambda tangent, _, y, x: tangent * _over_square(x, y), lambda tangent, _, y, x: -tangent * _over_square(y, x)
+)
 
 
 def pow(x: ArrayLike, y: ArrayLike) -> jax.Array:

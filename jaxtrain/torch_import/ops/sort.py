@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.torch_import.ops.registry import of_vectors, op
+from jaxtrain.torch_import.ops.registry import of_vectors, op, with_gradient
 
 
 @op("sort.default", "sort.stable")
@@ -90,7 +90,7 @@ def nanmedian(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array,
 def nanmedian_of_all(x: jax.Array) -> jax.Array:
     """The lower median of all elements that are not NaN; equal elements share the gradient."""
     value = jax.lax.stop_gradient(nanmedian(x.ravel(), 0)[0])
-    return value + jnp.mean(x - jax.lax.stop_gradient(x), where=x == value)
+    return with_gradient(value, jnp.mean(x, where=x == value))
 
 
 @op("mode.default")
