@@ -132,12 +132,31 @@ def different(functions: dict[str, Any], points: list[np.ndarray], above: tuple[
     return wrong
 
 
-@pytest.mark.parametrize("dtype", [np.float64, pytest.param(np.float32, marks=pytest.mark.slow)], ids=["fp64", "fp32"])
-def test_elementwise_functions_at_ends(dtype: Any) -> None:
-    wrong = different_at(UNARY, [ENDS], dtype)
-    wrong += different_at(BINARY, list(np.meshgrid(ENDS, ENDS, indexing="ij")), dtype)
-    wrong += different_at(PROBABILITIES, list(np.meshgrid([0.0, 1.0, 0.5, 1e-20], [0.0, 1.0, 0.5])), dtype)
+SHARES = 6
+"""The functions are tested in as many parts, of which the first is quick."""
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.sampled(1, slow=SHARES)
+def test_elementwise_functions_at_ends(share: int) -> None:
+    _compare_elementwise(share, SHARES, np.float64)
+
+
+@pytest.mark.slow
+def test_elementwise_functions_at_ends_in_float32() -> None:
+    _compare_elementwise(0, 1, np.float32)
+
+
+def _compare_elementwise(share: int, shares: int, dtype: Any) -> None:
+    wrong = different_at(_part(UNARY, share, shares), [ENDS], dtype)
+    wrong += different_at(_part(BINARY, share, shares), list(np.meshgrid(ENDS, ENDS, indexing="ij")), dtype)
+    if share == 0:
+        wrong += different_at(PROBABILITIES, list(np.meshgrid([0.0, 1.0, 0.5, 1e-20], [0.0, 1.0, 0.5])), dtype)
     assert not wrong, "\n".join(wrong)
+
+
+def _part(functions: dict[str, Any], share: int, shares: int) -> dict[str, Any]:
+    return dict([*functions.items()][share::shares])
 
 
 CHOOSING: dict[str, Callable[[Tensor], Tensor]] = {
@@ -195,9 +214,11 @@ CHOOSING: dict[str, Callable[[Tensor], Tensor]] = {
 """Functions with kinks of [2, 6, 8]."""
 
 
-@pytest.mark.parametrize("values", [(0.0,), (1.0,), (0.0, 1.0, -1.0), (0.0, -0.0, 2.0, 0.5, -1.0)], ids=str)
-def test_functions_with_equal_elements(values: tuple[float, ...]) -> None:
-    wrong = different(CHOOSING, [np.random.default_rng(0).choice(values, (2, 6, 8))])
+@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("values", [(0.0, 1.0, -1.0), (0.0,), (1.0,), (0.0, -0.0, 2.0, 0.5, -1.0)], ids=str)
+@pytest.mark.sampled(1, slow=4 * SHARES)
+def test_functions_with_equal_elements(values: tuple[float, ...], share: int) -> None:
+    wrong = different(_part(CHOOSING, share, SHARES), [np.random.default_rng(0).choice(values, (2, 6, 8))])
     assert not wrong, "\n".join(wrong)
 
 
@@ -228,7 +249,7 @@ ELSEWHERE = {"nn.functional.multi_margin_loss"}
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.sampled(1, slow=4)
+@pytest.mark.sampled(0, slow=4)
 @pytest.mark.filterwarnings("ignore")
 def test_no_operation_differs_at_ends(part: int) -> None:
     # Imported here: it takes seconds.
