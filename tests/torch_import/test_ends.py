@@ -96,10 +96,9 @@ def different(functions: dict[str, Any], points: list[np.ndarray], above: tuple[
     tensors = [torch.tensor(x, requires_grad=True) for x in arrays]
     values = module(*tensors)
 
-    def factors(numpy: Any) -> Any:
-        return numpy.asarray(np.asarray(above or 1.0, dtype).reshape(-1, *(1,) * (points[0].ndim - 1) if above else ()))
-
-    loss = weighted([y * factors(torch) for y in values if y.is_floating_point()], torch)
+    shape = (-1, *[1] * (points[0].ndim - 1)) if above else ()
+    factors = np.asarray(above or 1.0, dtype).reshape(shape)
+    loss = weighted([y * torch.asarray(factors) for y in values if y.is_floating_point()], torch)
     wanted = torch.autograd.grad(loss, tensors, allow_unused=True)
     tolerance = 1e-9 if dtype == np.float64 else 1e-4
     with jax.enable_x64(dtype == np.float64):
@@ -108,7 +107,7 @@ def different(functions: dict[str, Any], points: list[np.ndarray], above: tuple[
         def run(arrays: Any) -> Any:
             outputs = model({}, arrays)[0]
             floats = [y for y in outputs if jnp.issubdtype(y.dtype, jnp.floating)]
-            return weighted([y * factors(jnp) for y in floats], jnp), outputs
+            return weighted([y * factors for y in floats], jnp), outputs
 
         (_, found), grads = jax.device_get(jax.jit(jax.value_and_grad(run, has_aux=True))(arrays))
     wrong = []
