@@ -65,12 +65,18 @@ def clamp(x: jax.Array, min: ArrayLike | None = None, max: ArrayLike | None = No
       `clamp_backward` and `clamp_backward_min_max` in PyTorch's `FunctionsManual.cpp`.
     """
     if min is None or max is None:
-        bounded = x if min is None else jnp.where((x < min) | _isnan(min), min, x)
-        return bounded if max is None else jnp.where((bounded > max) | _isnan(max), max, bounded)
+        bounded = x if min is None else jnp.where(_or_nan(x < min, min), min, x)
+        return bounded if max is None else jnp.where(_or_nan(bounded > max, max), max, bounded)
     # If the bounds are equal, PyTorch gives neither of them the gradient of an x below.
     least = jnp.where(jnp.less(min, max), min, lax.stop_gradient(min))
-    bounded = jnp.where((x > max) | jnp.less(max, min) | _isnan(max), max, jnp.where((x < min) | _isnan(min), least, x))
-    return jnp.where(_isnan(min), min, bounded) if isinstance(min, jax.Array) else bounded
+    above = _or_nan((x > max) | jnp.less(max, min), max)
+    bounded = jnp.where(above, max, jnp.where(x < min, least, x))
+    return jnp.where(jnp.isnan(min), min, bounded) if isinstance(min, jax.Array) else bounded
+
+
+def _or_nan(condition: jax.Array, bound: ArrayLike) -> jax.Array:
+    """Return where a condition holds or a bound is NaN, if it is an array."""
+    return condition | jnp.isnan(bound) if isinstance(bound, jax.Array) else condition
 
 
 def hardtanh(x: jax.Array, min_val: float = -1.0, max_val: float = 1.0) -> jax.Array:
@@ -352,11 +358,6 @@ _pow.defjvps(
     lambda tangent, _, x, y: tangent * jnp.where(y == 0, 0, y * jnp.power(x, y - 1)),
     lambda tangent, power, x, y: tangent * jnp.where((x == 0) & (y >= 0), 0, power * jnp.log(x)),
 )
-
-
-def _isnan(bound: ArrayLike) -> jax.Array | bool:
-    """Return where a bound is NaN, if it is an array."""
-    return jnp.isnan(bound) if isinstance(bound, jax.Array) else False
 
 
 def _root(total: jax.Array, order: float) -> jax.Array:
