@@ -111,10 +111,11 @@ def mode(x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array,
 
 
 def _running(x: jax.Array, dim: int, larger: bool) -> tuple[jax.Array, jax.Array]:
-    """Return running extrema and the index of the last of equal ones."""
+    """Return running extrema and the index of the last of equal ones; after a NaN all are NaN."""
 
     def later(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         wins = b[0] >= a[0] if larger else b[0] <= a[0]
+        wins = wins | jnp.isnan(b[0]) if jnp.issubdtype(x.dtype, jnp.floating) else wins
         return jnp.where(wins, b[0], a[0]), jnp.where(wins, b[1], a[1])
 
     positions = jax.lax.broadcasted_iota(int, x.shape, dim % x.ndim)

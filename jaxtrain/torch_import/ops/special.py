@@ -29,7 +29,9 @@ ops(
         # PyTorch has no gradient of these.
         "special_modified_bessel_i0.default": lambda x: special.i0(lax.stop_gradient(x)),
         "special_modified_bessel_i1.default": lambda x: special.i1(lax.stop_gradient(x)),
-        "special_spherical_bessel_j0.default": lambda x: jnp.sinc(lax.stop_gradient(x) / jnp.pi),
+        "special_spherical_bessel_j0.default": lambda x: jnp.where(
+            jnp.isinf(x), 0, jnp.sinc(lax.stop_gradient(x) / jnp.pi)
+        ),
     }
 )
 
