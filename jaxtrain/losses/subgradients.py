@@ -32,8 +32,16 @@ def abs(x: jax.Array) -> jax.Array:
     References:
       `abs` in PyTorch's `derivatives.yaml`.
     """
-    # Of NaN it is 0 as well.
-    return jnp.where(x > 0, x, jnp.where(x < 0, -x, lax.stop_gradient(jnp.abs(x))))
+    return _abs(x)
+
+
+@jax.custom_jvp
+def _abs(x: jax.Array) -> jax.Array:
+    return jnp.abs(x)
+
+
+# A product, by which NaN stays NaN also at 0.
+_abs.defjvps(lambda tangent, _, x: tangent * jnp.where(jnp.isnan(x), 0, jnp.sign(x)))
 
 
 def clamp(x: jax.Array, min: ArrayLike | None = None, max: ArrayLike | None = None) -> jax.Array:
@@ -57,12 +65,18 @@ def clamp(x: jax.Array, min: ArrayLike | None = None, max: ArrayLike | None = No
       `clamp_backward` and `clamp_backward_min_max` in PyTorch's `FunctionsManual.cpp`.
     """
     if min is None or max is None:
-        bounded = x if min is None else jnp.where((x < min) | _isnan(min), min, x)
-        return bounded if max is None else jnp.where((bounded > max) | _isnan(max), max, bounded)
+        bounded = x if min is None else jnp.where(_or_nan(x < min, min), min, x)
+        return bounded if max is None else jnp.where(_or_nan(bounded > max, max), max, bounded)
     # If the bounds are equal, PyTorch gives neither of them the gradient of an x below.
     least = jnp.where(jnp.less(min, max), min, lax.stop_gradient(min))
-    bounded = jnp.where((x > max) | jnp.less(max, min) | _isnan(max), max, jnp.where((x < min) | _isnan(min), least, x))
-    return jnp.where(_isnan(min), min, bounded) if isinstance(min, jax.Array) else bounded
+    above = _or_nan((x > max) | jnp.less(max, min), max)
+    bounded = jnp.where(above, max, jnp.where(x < min, least, x))
+    return jnp.where(jnp.isnan(min), min, bounded) if isinstance(min, jax.Array) else bounded
+
+
+def _or_nan(condition: jax.Array, bound: ArrayLike) -> jax.Array:
+    """Return where a condition holds or a bound is NaN, if it is an array."""
+    return condition | jnp.isnan(bound) if isinstance(bound, jax.Array) else condition
 
 
 def hardtanh(x: jax.Array, min_val: float = -1.0, max_val: float = 1.0) -> jax.Array:
@@ -293,10 +307,23 @@ def atan2(y: jax.Array, x: jax.Array) -> jax.Array:
     References:
       `atan2_backward` in PyTorch's `FunctionsManual.cpp`.
     """
-    origin = (x == 0) & (y == 0)
-    # The angle of the origin depends on the zeros' signs.
-    angle = lax.stop_gradient(jnp.arctan2(y, x))
-    return jnp.where(origin, angle, jnp.arctan2(jnp.where(origin, 1, y), jnp.where(origin, 1, x)))
+    return _atan2(y, x)
+
+
+@jax.custom_jvp
+def _atan2(y: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.arctan2(y, x)
+
+
+def _over_square(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return a / (a² + b²), 0 for the origin."""
+    origin = (a == 0) & (b == 0)
+    return jnp.where(origin, 0, a / jnp.where(origin, 1, a * a + b * b))
+
+
+_atan2.defjvps(
+    lambda tangent, _, y, x: tangent * _over_square(x, y), lambda tangent, _, y, x: -tangent * _over_square(y, x)
+)
 
 
 def pow(x: ArrayLike, y: ArrayLike) -> jax.Array:
@@ -331,11 +358,6 @@ _pow.defjvps(
     lambda tangent, _, x, y: tangent * jnp.where(y == 0, 0, y * jnp.power(x, y - 1)),
     lambda tangent, power, x, y: tangent * jnp.where((x == 0) & (y >= 0), 0, power * jnp.log(x)),
 )
-
-
-def _isnan(bound: ArrayLike) -> jax.Array | bool:
-    """Return where a bound is NaN, if it is an array."""
-    return jnp.isnan(bound) if isinstance(bound, jax.Array) else False
 
 
 def _root(total: jax.Array, order: float) -> jax.Array:

@@ -293,7 +293,7 @@ def _check_values(graph: Graph, buffers: Mapping[str, Any]) -> None:
 
 def refuse_beyond_int32(batch: Any) -> None:
     """Raise an error if a batch has integers that JAX would wrap."""
-    if jax.config.jax_enable_x64:
+    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
         return
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         if isinstance(x, np.ndarray) and holds_int64(x):

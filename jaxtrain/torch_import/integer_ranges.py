@@ -100,23 +100,23 @@ class _Ranges:
             found = self.found[of.name]
             return found[place] if isinstance(found, list) else found
         if isinstance(node.spec, tuple):
-            return self._of_several(node)
+            return self._of_several(node, node.spec)
         if packet_of(node) in ("item", "_local_scalar_dense"):
             return self._operand(node.args[0])
         if not isinstance(node.spec, Spec) or not is_integer(node.spec.dtype):
             return (0, 1) if isinstance(node.spec, Spec) and node.spec.dtype == "bool" else None
         return _within_dtype(self._of_integers(node), node.spec)
 
-    def _of_several(self, node: Node) -> list[Range | None]:
+    def _of_several(self, node: Node, specs: tuple[Spec | None, ...]) -> list[Range | None]:
         of_arguments = self._hull(node)
         if packet_of(node) in _SELECTING:
             found = [of_arguments, INT32]
         elif is_view(node):
-            found = [of_arguments] * len(node.spec)
+            found = [of_arguments] * len(specs)
         else:
-            found = [INT32 if of_arguments is None else INT64_RANGE] * len(node.spec)
-        found += [INT32] * (len(node.spec) - len(found))
-        return [None if spec is None else _within_dtype(x, spec) for x, spec in zip(found, node.spec, strict=False)]
+            found = [INT32 if of_arguments is None else INT64_RANGE] * len(specs)
+        found += [INT32] * (len(specs) - len(found))
+        return [None if spec is None else _within_dtype(x, spec) for x, spec in zip(found, specs, strict=False)]
 
     def _hull(self, node: Node, *numbers: Any) -> Range | None:
         """Return the range of all integers among the tensors of a node, and of some numbers."""
@@ -202,7 +202,8 @@ def _corners(fn: Callable[[int, int], int]) -> Callable[..., Range]:
 
 def _added(sign: int, swapped: bool = False) -> Callable[..., Range]:
     def rule(operands: Any, size: Any, kwargs: Any) -> Range:
-        x, y, alpha = (*operands[:2], (operands[2][0] if len(operands) > 2 else kwargs.get("alpha", 1)) * sign)
+        x, y = operands[:2]
+        alpha = sign * (operands[2][0] if len(operands) > 2 else kwargs.get("alpha", 1))
         x, y = (y, x) if swapped else (x, y)
         ends = sorted((alpha * y[0], alpha * y[1]))
         return x[0] + ends[0], x[1] + ends[1]

@@ -15,35 +15,37 @@ from tests.torch_import.samples import Operation, Outcome, compared_at, sample_s
 FINITE = (0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 3.0, -3.0)
 INFINITE = (np.inf, -np.inf, np.nan)
 
-
-def is_of_matrices(info: Any) -> bool:
-    """Return whether an entry decomposes matrices, which LAPACK may not end for infinities and NaN."""
-    return info.name.startswith("linalg.") or info.name in _OF_MATRICES
-
-
-_OF_MATRICES = frozenset(
-    (
-        "svd",
-        "cholesky",
-        "cholesky_inverse",
-        "cholesky_solve",
-        "lu",
-        "lu_solve",
-        "lu_unpack",
-        "qr",
-        "geqrf",
-        "logdet",
-        "pinverse",
-        "triangular_solve",
-        "ormqr",
-        "matrix_exp",
-    )
+MATRICES = (
+    *("svd", "cholesky", "cholesky_inverse", "cholesky_solve", "lu", "lu_solve", "lu_unpack", "qr", "geqrf"),
+    *("logdet", "pinverse", "triangular_solve", "ormqr", "matrix_exp", "linalg."),
 )
+"""Decompositions: those of singular matrices, or with equal eigenvalues, are not unique."""
+FINITE_ONLY = (
+    # Products with matrices or windows of zeros, where PyTorch's loops skip an element: 0 * inf is NaN here.
+    *(
+        "nn.functional.conv",
+        "nn.functional.interpolate",
+        "nn.functional.upsample",
+        "_upsample",
+        "nn.functional.adaptive_avg_pool",
+    ),
+    *("nn.functional.bilinear", "fft.", "nn.functional.grid_sample", "grid_sampler"),
+    # Of infinite statistics, by Welford's algorithm.
+    *("native_group_norm", "nn.functional.group_norm", "nn.functional.layer_norm", "native_layer_norm"),
+    *("std_mean", "var_mean"),
+    # Conversions to integers, which C leaves open.
+    *("int", "long", "short", "char", "byte", "special.laguerre_polynomial", "special.legendre_polynomial"),
+    # Quotients of infinities in PyTorch's backward pass, where the value is infinite.
+    *("cumprod", "_softmax_backward_data", "nn.functional.ctc_loss"),
+)
+"""Entries that are compared at finite points."""
+APPROXIMATE = ("polygamma", "special.polygamma", "mvlgamma")
+"""Entries whose values XLA approximates to 1e-9, and that are finite at their poles in PyTorch."""
+UNORDERED = {"sort", "msort", "argsort", "topk", "kthvalue", "mode"}
+"""Entries for which PyTorch leaves open which of equal values is chosen: values are compared."""
 
 
-def points(
-    tensors: list[torch.Tensor], seed: int = 0, *, infinite: bool = True
-) -> Iterator[tuple[str, list[torch.Tensor]]]:
+def points(tensors: list[torch.Tensor], *, infinite: bool, seed: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """Yield the arguments of a sample at ends of domains, with a name for each set."""
     rng = np.random.default_rng(seed)
 
@@ -71,11 +73,20 @@ def _with_one(x: np.ndarray, value: float, rng: np.random.Generator) -> np.ndarr
 
 def outcomes(info: Any, *, limit: int = 2, seed: int = 0) -> Iterator[Outcome]:
     """Yield the outcomes of some samples of an entry of `op_db` at ends of their domains."""
+    from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo
+
+    if info.name.startswith((*MATRICES, *APPROXIMATE)):
+        return
+    options = {
+        "elementwise": isinstance(info, BinaryUfuncInfo | UnaryUfuncInfo),
+        "values_only": info.name in UNORDERED,
+    }
+    infinite = not info.name.startswith(FINITE_ONLY)
     for sample in sample_sizes(info, limit):
         module, tensors = Operation.of(info, sample)
         if any(x.layout != torch.strided or x.is_quantized for x in tensors):
             continue
         if not any(x.dtype == torch.float64 for x in tensors):
             continue
-        for name, outcome in compared_at(module, tensors, points(tensors, seed, infinite=not is_of_matrices(info))):
+        for name, outcome in compared_at(module, tensors, points(tensors, infinite=infinite, seed=seed), **options):
             yield outcome._replace(detail=f"{[tuple(x.shape) for x in tensors]} {name}: {outcome.detail}")

@@ -80,7 +80,12 @@ def outcome(info: Any, sample: Any) -> Outcome:
 
 
 def compared_at(
-    module: "Operation", tensors: list[torch.Tensor], points: Iterable[tuple[str, list[torch.Tensor]]]
+    module: "Operation",
+    tensors: list[torch.Tensor],
+    points: Iterable[tuple[str, list[torch.Tensor]]],
+    *,
+    elementwise: bool = False,
+    values_only: bool = False,
 ) -> Iterator[tuple[str, Outcome]]:
     """Import an operation once and yield its outcome at each of some points, with its name."""
     model, programs = None, {}
@@ -103,16 +108,26 @@ def compared_at(
             except Exception as error:
                 yield name, Outcome("wrong", f"{type(error).__name__}: {str(error)[:160]}")
                 continue
-            yield name, _judged(*_defined([*ours, *our_grads], expected, len(ours)))
+            values = ours if values_only else [*ours, *our_grads]
+            yield name, _judged(*_defined(values, expected, len(ours), elementwise, values_only))
 
 
-def _defined(ours: list[Any], theirs: list[torch.Tensor], outputs: int) -> tuple[list[Any], list[torch.Tensor]]:
-    """Return what is compared: of outputs with NaN these alone, as their gradients and indices mean nothing."""
-    values = theirs[:outputs]
-    if not any(y.isnan().any() for y in values if y.is_floating_point() or y.is_complex()):
-        return ours, theirs
-    floats = [i for i, y in enumerate(values) if y.is_floating_point() or y.is_complex()]
-    return [ours[i] for i in floats], [theirs[i] for i in floats]
+def _defined(
+    ours: list[Any], theirs: list[torch.Tensor], outputs: int, elementwise: bool, values_only: bool
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return what is compared: where the output is NaN neither a gradient nor an index has a meaning."""
+    floats = [i for i, y in enumerate(theirs[:outputs]) if y.is_floating_point() or y.is_complex()]
+    undefined = any(theirs[i].isnan().any() for i in floats)
+    if undefined and elementwise and not values_only and all(y.shape == theirs[0].shape for y in theirs):
+        defined = ~theirs[0].isnan()
+        mask = defined.numpy()
+        return [ours[0], *(np.where(mask, y, 0) for y in ours[1:])], [
+            theirs[0],
+            *(torch.where(defined, y, 0) for y in theirs[1:]),
+        ]
+    if undefined or values_only:
+        return [ours[i] for i in floats], [theirs[i] for i in floats]
+    return ours, theirs
 
 
 def _reference(module: "Operation", tensors: list[torch.Tensor]) -> tuple[list[bool], list[torch.Tensor]] | Outcome:

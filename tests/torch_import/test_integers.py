@@ -83,7 +83,7 @@ READ: tuple[Callable[[Tensor, int], Tensor], ...] = (
 class Programs(nn.Module):
     """Random programs of integers, each of a few operations."""
 
-    def __init__(self, seed: int, count: int = 24) -> None:
+    def __init__(self, seed: int, count: int = 10) -> None:
         super().__init__()
         draw = random.Random(seed)
         self.programs = [[draw.getrandbits(30) for _ in range(9)] for _ in range(count)]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import _reduction
 
 from jaxtrain.torch_import.capture.packed import PACKED
 from jaxtrain.torch_import.refusals import refusal, source_line
@@ -66,6 +67,33 @@ def _gaussian_nll_loss(
     loss = 0.5 * (torch.log(variance) + (input - target) ** 2 / variance)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _multi_margin_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    p: int = 1,
+    margin: float = 1.0,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """`F.multi_margin_loss` with the gradient of its kernel, 0 at the margin: that of its decomposition is 1.
+
+    References:
+      `multi_margin_loss_backward_kernel` in PyTorch's `aten/src/ATen/native/LossMultiMargin.cpp`.
+    """
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    scores, labels = torch.atleast_2d(input), torch.atleast_1d(target)
+    distance = margin - scores.gather(1, labels[:, None]) + scores
+    others = torch.arange(scores.shape[1], device=input.device) != labels[:, None]
+    terms = torch.where((distance > 0) & others, distance**p, 0)
+    if weight is not None:
+        terms = terms * weight[labels][:, None]
+    loss = (terms.sum(1) / scores.shape[1]).reshape(input.shape[:-1])
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
@@ -163,6 +191,7 @@ class _Data:
 FUNCTIONS: tuple[tuple[Any, str, Any], ...] = (
     (torch.nn.functional, "instance_norm", _instance_norm),
     (torch.nn.functional, "gaussian_nll_loss", _gaussian_nll_loss),
+    (torch.nn.functional, "multi_margin_loss", _multi_margin_loss),
     (torch.nn.functional, "ctc_loss", _ctc_loss),
     (torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
     (torch.nn.Module, "_apply", _converted),

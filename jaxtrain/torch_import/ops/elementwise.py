@@ -4,6 +4,7 @@ At kinks the gradients are PyTorch's (`derivatives.yaml`): what JAX differentiat
 `jaxtrain.losses.subgradients`.
 """
 
+import functools
 import operator
 from typing import Any
 
@@ -388,13 +389,27 @@ def nan_to_num(
     x: jax.Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
 ) -> jax.Array:
     """Replace NaN and infinities."""
-    return jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf)
+    return _nan_to_num(nan or 0.0, posinf, neginf, x)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _nan_to_num(nan: float, posinf: float | None, neginf: float | None, x: jax.Array) -> jax.Array:
+    return jnp.nan_to_num(x, nan=nan, posinf=posinf, neginf=neginf)
+
+
+@_nan_to_num.defjvp
+def _nan_to_num_jvp(
+    nan: float, posinf: float | None, neginf: float | None, primals: tuple[jax.Array], tangents: tuple[Any]
+) -> tuple[jax.Array, Any]:
+    (x,), (tangent,) = primals, tangents
+    # A product, by which NaN stays NaN.
+    return _nan_to_num(nan, posinf, neginf, x), jnp.where(jnp.isfinite(x), tangent, tangent * 0)
 
 
 @op("heaviside.default")
 def heaviside(x: jax.Array, values: jax.Array) -> jax.Array:
     """The step function."""
-    return jnp.heaviside(x, values)
+    return jnp.where(x == 0, values, (x > 0).astype(x.dtype))
 
 
 @op("where.self", "where.Scalar", "where.ScalarSelf", "where.ScalarOther")

@@ -56,7 +56,7 @@ def int64(overload: str, *args: Any, promoted: str | None = None, narrow: bool =
     def narrowed(x: Any) -> Any:
         return x.astype(np.int32) if narrow and not wide and getattr(x, "dtype", None) == np.int64 else x
 
-    wide = jax.config.jax_enable_x64
+    wide = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
     with jax.enable_x64(True):
         args, kwargs = jax.tree.map(widened, (args, kwargs))
         return jax.tree.map(narrowed, TABLE[overload](*args, **kwargs))

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain import losses
 from jaxtrain.torch_import.ops.elementwise import xlogy
@@ -137,9 +138,11 @@ def _binary_cross_entropy(x: jax.Array, target: jax.Array) -> jax.Array:
     return (target - 1) * log_of_rest - target * log
 
 
-# PyTorch's gradient is finite at 0 and 1 (`binary_cross_entropy_backward` in `aten/src/ATen/native/Loss.cpp`).
+# PyTorch's gradient is finite at 0 and 1 (`binary_cross_entropy_backward` in `aten/src/ATen/native/Loss.cpp`), where
+# its constant is one of float32.
+_LEAST = float(np.float32(1e-12))
 _binary_cross_entropy.defjvps(
-    lambda tangent, _, x, target: tangent * (x - target) / jnp.maximum(x * (1 - x), 1e-12),
+    lambda tangent, _, x, target: tangent * (x - target) / jnp.maximum(x * (1 - x), _LEAST),
     lambda tangent, _, x, target: tangent * (jnp.log1p(-x) - jnp.log(x)),
 )
 
@@ -151,3 +154,27 @@ def kl_div(x: jax.Array, target: jax.Array, reduction: int = _MEAN, *, log_targe
     if log_target:
         return _reduced(jnp.exp(target) * (target - x), reduction)
     return _reduced(xlogy(target, target) - target * x, reduction)
+
+
+@op("multilabel_margin_loss.default")
+def multilabel_margin_loss(x: jax.Array, target: jax.Array, reduction: int = _MEAN) -> jax.Array:
+    """Multi-label margin loss, of the classes before the first negative one. At the margin the gradient is 0."""
+    return multilabel_margin_loss_forward(x, target, reduction)[0]
+
+
+@op("multilabel_margin_loss_forward.default")
+@in_opmath
+def multilabel_margin_loss_forward(x: jax.Array, target: jax.Array, reduction: int) -> tuple[jax.Array, jax.Array]:
+    """Multi-label margin loss, with a mask of the classes that are targets."""
+    scores, labels = jnp.atleast_2d(x), jnp.atleast_2d(target)
+    given = jnp.cumsum(labels < 0, 1) == 0
+    classes = jnp.where(given, labels, 0)
+    is_target = ((classes[..., None] == jnp.arange(scores.shape[1])) & given[..., None]).any(1)
+    terms = _above(1 - jnp.take_along_axis(scores, classes, 1)[..., None] + scores[:, None])
+    values = jnp.where(given[..., None] & ~is_target[:, None], terms, 0).sum((1, 2)) / scores.shape[1]
+    return _reduced(values.reshape(x.shape[:-1]), reduction), is_target.astype(x.dtype).reshape(target.shape)
+
+
+def _above(x: jax.Array) -> jax.Array:
+    """Return max(x, 0), with gradient 0 at 0."""
+    return jnp.where(x > 0, x, 0)

@@ -1,5 +1,6 @@
 """Reductions and scans."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -192,6 +193,20 @@ def vector_norm(x: jax.Array, ord: float = 2, dim: Dims = None, keepdim: bool = 
     return jnp.expand_dims(norm, sorted(chosen)) if keepdim else norm
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _negative_norm(ord: float, x: jax.Array) -> jax.Array:
+    return (jnp.abs(x) ** ord).sum(0) ** (1 / ord)
+
+
+@_negative_norm.defjvp
+def _negative_norm_jvp(ord: float, primals: tuple[jax.Array], tangents: tuple[Any]) -> tuple[jax.Array, Any]:
+    """The gradient of elements that are 0 is 0."""
+    (x,), (tangent,) = primals, tangents
+    norm = _negative_norm(ord, x)
+    slope = jnp.where(x == 0, 0, jnp.sign(x) * jnp.abs(jnp.where(x == 0, 1, x)) ** (ord - 1))
+    return norm, (slope * tangent).sum(0) * norm ** (1 - ord)
+
+
 @in_opmath
 def _norm_of_columns(x: jax.Array, ord: float) -> jax.Array:
     if ord == 0:
@@ -199,7 +214,7 @@ def _norm_of_columns(x: jax.Array, ord: float) -> jax.Array:
     if ord == -math.inf:
         return jnp.min(subgradients.abs(x), 0)
     if ord < 0:
-        return (jnp.abs(x) ** ord).sum(0) ** (1 / ord)
+        return _negative_norm(ord, x)
     return subgradients.norm(x, ord, 0)
 
 

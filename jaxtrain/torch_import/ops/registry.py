@@ -83,6 +83,16 @@ def _of_shape(x: Any, shape: tuple[int, ...]) -> Any:
     return jnp.broadcast_to(wide, shape).astype(x.dtype)
 
 
+@jax.custom_jvp
+def with_gradient(value: jax.Array, like: jax.Array) -> jax.Array:
+    """Return a value with the gradient of another function, of its shape."""
+    del like
+    return value
+
+
+with_gradient.defjvps(None, lambda tangent, *_: tangent)
+
+
 def as_kernel(fn: Function, *arrays: Any, **options: Any) -> Any:
     """Call a pure function of arrays as one operation under autocast, as `jaxtrain.transforms.kernel`.
 

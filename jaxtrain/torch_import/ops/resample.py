@@ -148,7 +148,7 @@ def nearest_places(size: int, out: int, scale: float | None, dtype: Any, exact: 
     References:
       `HelperInterpNearest` in PyTorch's `aten/src/ATen/native/cpu/UpSampleKernel.cpp`.
     """
-    real = np.float64 if dtype == np.float64 else np.float32
+    real: Any = np.float64 if dtype == np.float64 else np.float32
     ratio = real(size) / real(out) if scale is None else real(1 / scale)
     places = np.arange(out, dtype=real)
     if exact:

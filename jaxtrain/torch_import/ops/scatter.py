@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.torch_import.ops.registry import op
+from jaxtrain.torch_import.ops.registry import op, with_gradient
 from jaxtrain.transforms import widen
 
 _SUM, _MEAN, _MAX = range(3)
@@ -41,7 +41,7 @@ def _reduced(x: jax.Array, at: tuple[jax.Array, ...], src: jax.Array, reduce: st
     ours, theirs = kept & (x == best), src == best[at]
     count = ours.astype(x.dtype).at[at].add(theirs.astype(x.dtype))
     shared = jnp.where(ours, x - lax.stop_gradient(x), 0).at[at].add(jnp.where(theirs, src - lax.stop_gradient(src), 0))
-    return best + shared / jnp.maximum(count, 1)
+    return with_gradient(best, shared / jnp.maximum(count, 1))
 
 
 @jax.custom_vjp

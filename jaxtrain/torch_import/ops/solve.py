@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy import linalg
 
-from jaxtrain.torch_import.ops.registry import op, ops
+from jaxtrain.torch_import.ops.registry import op, ops, with_gradient
 
 
 def _adjoint(x: jax.Array) -> jax.Array:
@@ -88,12 +88,8 @@ def cholesky_solve(b: jax.Array, factor: jax.Array, upper: bool = False) -> jax.
 def _of_cholesky(factor: jax.Array, upper: bool) -> jax.Array:
     """Return the matrix of a Cholesky factor. PyTorch's gradient is that of all elements of the factor."""
     triangle = jnp.triu(factor) if upper else jnp.tril(factor)
-    whole = _with_gradient_of(triangle, factor)
+    whole = with_gradient(triangle, factor)
     return _adjoint(whole) @ whole if upper else whole @ _adjoint(whole)
-
-
-def _with_gradient_of(value: jax.Array, x: jax.Array) -> jax.Array:
-    return lax.stop_gradient(value) + (x - lax.stop_gradient(x))
 
 
 @op("linalg_lu_solve.default")
@@ -122,7 +118,7 @@ def pinv(
     """The pseudoinverse; singular values up to max(atol, rtol * the largest) count as 0."""
     if hermitian:
         # Of a Hermitian matrix the lower triangle is read, but all of it has a gradient.
-        x = _with_gradient_of(jnp.tril(x) + _adjoint(jnp.tril(x, -1)), x)
+        x = with_gradient(jnp.tril(x) + _adjoint(jnp.tril(x, -1)), x)
     if not x.size:
         return jnp.swapaxes(x, -1, -2)
     least = jnp.zeros(x.shape[:-2], x.real.dtype) if atol is None else atol

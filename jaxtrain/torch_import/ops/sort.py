@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.torch_import.ops.registry import of_vectors, op
+from jaxtrain.torch_import.ops.registry import of_vectors, op, with_gradient
 
 
 @op("sort.default", "sort.stable")
@@ -90,7 +90,7 @@ def nanmedian(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array,
 def nanmedian_of_all(x: jax.Array) -> jax.Array:
     """The lower median of all elements that are not NaN; equal elements share the gradient."""
     value = jax.lax.stop_gradient(nanmedian(x.ravel(), 0)[0])
-    return value + jnp.mean(x - jax.lax.stop_gradient(x), where=x == value)
+    return with_gradient(value, jnp.mean(x, where=x == value))
 
 
 @op("mode.default")
@@ -111,10 +111,11 @@ def mode(x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array,
 
 
 def _running(x: jax.Array, dim: int, larger: bool) -> tuple[jax.Array, jax.Array]:
-    """Return running extrema and the index of the last of equal ones."""
+    """Return running extrema and the index of the last of equal ones; after a NaN all are NaN."""
 
     def later(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         wins = b[0] >= a[0] if larger else b[0] <= a[0]
+        wins = wins | jnp.isnan(b[0]) if jnp.issubdtype(x.dtype, jnp.floating) else wins
         return jnp.where(wins, b[0], a[0]), jnp.where(wins, b[1], a[1])
 
     positions = jax.lax.broadcasted_iota(int, x.shape, dim % x.ndim)

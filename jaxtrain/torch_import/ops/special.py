@@ -11,7 +11,7 @@ from jax import lax
 from jax.scipy import special
 
 from jaxtrain.losses import subgradients
-from jaxtrain.torch_import.ops.registry import in_opmath, op, ops
+from jaxtrain.torch_import.ops.registry import in_opmath, op, ops, with_gradient
 
 Recurrence = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 """From (k, x, the polynomial of degree k - 1, that of degree k) to that of degree k + 1."""
@@ -29,7 +29,9 @@ ops(
         # PyTorch has no gradient of these.
         "special_modified_bessel_i0.default": lambda x: special.i0(lax.stop_gradient(x)),
         "special_modified_bessel_i1.default": lambda x: special.i1(lax.stop_gradient(x)),
-        "special_spherical_bessel_j0.default": lambda x: jnp.sinc(lax.stop_gradient(x) / jnp.pi),
+        "special_spherical_bessel_j0.default": lambda x: jnp.where(
+            jnp.isinf(x), 0, jnp.sinc(lax.stop_gradient(x) / jnp.pi)
+        ),
     }
 )
 
@@ -109,23 +111,13 @@ def angle(x: jax.Array) -> jax.Array:
 def frexp(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Mantissa and exponent."""
     mantissa, exponent = jnp.frexp(lax.stop_gradient(x))
-    return _with_gradient(mantissa, jnp.ldexp(x, -exponent)), exponent
+    return with_gradient(mantissa, jnp.ldexp(x, -exponent)), exponent
 
 
 @op("nextafter.default")
 def nextafter(x: jax.Array, other: jax.Array) -> jax.Array:
     """The next number towards another one, with the gradient 1 where they differ."""
-    return _with_gradient(jnp.nextafter(*map(lax.stop_gradient, (x, other))), jnp.where(x == other, 0, x))
-
-
-@jax.custom_jvp
-def _with_gradient(value: jax.Array, like: jax.Array) -> jax.Array:
-    """Return a value with the gradient of another function."""
-    del like
-    return value
-
-
-_with_gradient.defjvps(None, lambda tangent, *_: tangent)
+    return with_gradient(jnp.nextafter(*map(lax.stop_gradient, (x, other))), jnp.where(x == other, 0, x))
 
 
 def _polynomial(first: Callable[[jax.Array], jax.Array], following: Recurrence) -> Callable[..., jax.Array]:
