@@ -24,17 +24,18 @@ Computed = tuple[jax.Array, np.ndarray]
 
 def sums_of_products() -> Computed:
     """Sums over products of rows: jaxlib 0.10.2 on CPUs, from row 32,768 on (jax-ml/jax#39103)."""
-    matrix = np.float32([[1, 2, 0], [0, 1, 3], [1, 0, 1]])
+    matrix = np.array([[1, 2, 0], [0, 1, 3], [1, 0, 1]], np.float32)
     rows = (np.arange(3 * 32_800, dtype=np.float32) % 7).reshape(-1, 3)
     sums = jax.jit(jax.vmap(lambda row: jnp.sum(jnp.matmul(matrix, row, precision="highest") ** 2)))
-    return sums(rows), ((np.float64(rows) @ np.float64(matrix).T) ** 2).sum(1)
+    return sums(rows), ((rows.astype(np.float64) @ matrix.T) ** 2).sum(1)
 
 
 def single_operations() -> Computed:
     """Operations outside of a jitted function: jaxlib 0.11.1 on some GPUs (jax-ml/jax#40633)."""
-    x = np.float32([512.0, 1.0, 2.25, 1e-3])
+    x = np.array([512.0, 1.0, 2.25, 1e-3], np.float32)
+    wide = x.astype(np.float64)
     found = jnp.stack([jnp.sqrt(x), jnp.asarray(x) + 1, jnp.exp(-x)])
-    return found, np.stack([np.sqrt(np.float64(x)), np.float64(x) + 1, np.exp(-np.float64(x))])
+    return found, np.stack([np.sqrt(wide), wide + 1, np.exp(-wide)])
 
 
 def joined_masks() -> Computed:
