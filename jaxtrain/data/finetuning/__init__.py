@@ -25,6 +25,7 @@ from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
 from jaxtrain.data.finetuning.remarks import duplicates, remarks
 from jaxtrain.data.finetuning.row_summary import RowSummary
 from jaxtrain.data.finetuning.rows import PreferenceRows, preference_rows, supervised_rows
+from jaxtrain.data.finetuning.rows import check_kind as check_kind
 from jaxtrain.data.finetuning.stdlib_docstrings import Pair, StdlibPairs, stdlib_pairs, write_stdlib_pairs
 from jaxtrain.data.finetuning.whole_texts import WholeTexts, WholeTextSummary, labelled_rows, reward_rows
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtrain.data.finetuning.encoded_examples import EncodedExamples, TokenDocuments, TokenWeights, texts_per_example
-from jaxtrain.data.finetuning.examples import PlainText, Preference
+from jaxtrain.data.finetuning.examples import FineTuningExample, PlainText, Preference
 from jaxtrain.data.finetuning.row_summary import RowSummary, reasons
 from jaxtrain.data.packing import PackedRows, Piece, check_length, pack_pieces
 from jaxtrain.data.source import Example
@@ -35,6 +35,14 @@ class PreferenceRows:
             raise IndexError(f"row {index} of {len(self)}")
         chosen, rejected = self.texts[2 * index], self.texts[2 * index + 1]
         return {name: np.stack([chosen[name], rejected[name]]) for name in chosen}
+
+
+def check_kind(kind: type[FineTuningExample], *, are_pairs: bool) -> None:
+    """Raise `UserError` unless examples of a kind make rows of pairs, or rows of single texts."""
+    if are_pairs and kind is not Preference:
+        raise UserError(f"the examples are of the kind {kind.__name__}: add the fields chosen and rejected")
+    if not are_pairs and kind is Preference:
+        raise UserError("the examples are preferences: use --loss dpo or --loss reward")
 
 
 def supervised_rows(
@@ -69,8 +77,7 @@ def supervised_rows(
       >>> summary.rows, summary.loss_tokens
       (2, 3)
     """
-    if examples.kind is Preference:
-        raise UserError("the examples are preferences: use --loss dpo or --loss reward")
+    check_kind(examples.kind, are_pairs=False)
     pieces, counts = _fit(examples, length)
     rows = pack_pieces(pieces, length) if packing else tuple((piece,) for piece in pieces)
     packed = PackedRows(TokenDocuments(examples), rows, length, pad, TokenWeights(examples))
@@ -91,8 +98,7 @@ def preference_rows(examples: EncodedExamples, length: int, pad: int) -> tuple[P
     Raises:
       UserError: The length is less than 1, the examples are no preferences, or no example is left.
     """
-    if examples.kind is not Preference:
-        raise UserError(f"the examples are of the kind {examples.kind.__name__}: add the fields chosen and rejected")
+    check_kind(examples.kind, are_pairs=True)
     pieces, counts = _fit(examples, length)
     texts = PackedRows(
         TokenDocuments(examples), tuple((piece,) for piece in pieces), length, pad, TokenWeights(examples)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtrain.data.finetuning.encoded_examples import EncodedExamples, TokenDocuments
-from jaxtrain.data.finetuning.examples import Preference
+from jaxtrain.data.finetuning.rows import check_kind
 from jaxtrain.data.packing import Documents, check_length
 from jaxtrain.data.source import Example
 from jaxtrain.data.token_cache import TokenizedDocuments
@@ -166,8 +166,7 @@ def reward_rows(examples: EncodedExamples, length: int, pad: int) -> tuple[Whole
     Raises:
       UserError: The length is less than 1, the examples are no preferences or have weights, or none fits.
     """
-    if examples.kind is not Preference:
-        raise UserError(f"the examples are of the kind {examples.kind.__name__}: add the fields chosen and rejected")
+    check_kind(examples.kind, are_pairs=True)
     if examples.weights is not None and (examples.weights != 1).any():
         raise UserError("rewards are learned without weights of examples: remove the field weight")
     check_length(length)

@@ -9,6 +9,7 @@ from jaxtrain.data.finetuning import (
     ModelTokenizer,
     WholeTexts,
     WholeTextSummary,
+    check_kind,
     encode_examples,
     encode_labelled,
     label_numbers,
@@ -32,6 +33,7 @@ class HeadRows:
     @cached_property
     def _rows(self) -> tuple[WholeTexts, WholeTextSummary]:
         if not self.labels:
+            check_kind(self.files.kind, are_pairs=True)
             return reward_rows(encode_examples(self.files, self.texts), self.length, self.pad)
         numbers = label_numbers(self.files, self.labels)
         return labelled_rows(encode_labelled(self.files, self.texts), numbers, self.labels, self.length, self.pad)

@@ -12,6 +12,7 @@ from jaxtrain.data.finetuning import (
     ModelTokenizer,
     PreferenceRows,
     RowSummary,
+    check_kind,
     duplicates,
     encode_examples,
     preference_rows,
@@ -42,6 +43,7 @@ class FineTuningRows:
     @cached_property
     def examples(self) -> EncodedExamples:
         """The examples as tokens."""
+        check_kind(self.files.kind, are_pairs=self.are_pairs)
         return encode_examples(self.files, self.texts)
 
     @cached_property
