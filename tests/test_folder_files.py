@@ -124,7 +124,7 @@ def test_temporary_names_cannot_be_planted(tmp_path, outside):
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
     write_file(tmp_path / "x", "old")
     with pytest.raises(TypeError), new_file(tmp_path / "x") as file:
-        file.writelines([b"new", None])  # type: ignore[list-item]
+        file.writelines([b"new", None])
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert read_file(tmp_path / "x") == b"old"
 
