@@ -38,11 +38,13 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp_min": lambda x: x.clamp(min=1),
     "threshold": lambda x: F.threshold(x, 1, 5),
     "root of a half": lambda x: torch.where(x > 0, x.abs().sqrt(), 0),
+    "logit": torch.logit,
     "logit with eps": lambda x: torch.logit(x, 0.25),
 }
 LOSSES = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.binary_cross_entropy_with_logits)
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     **named(torch, "mul div maximum minimum fmax fmin atan2 fmod remainder copysign hypot logaddexp logaddexp2 xlogy"),
+    "xlog1py": torch.special.xlog1py,
     **named(torch, "pow eq lt"),
     "floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
     "trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
@@ -61,6 +63,8 @@ PROBABILITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 DIFFERENT = {
     # PyTorch's own value in float32 alone.
     ("gelu", np.inf),
+    # The sign of its infinite gradient at -0.
+    ("logit", 0.0),
 }
 
 
@@ -199,6 +203,9 @@ CHOOSING: dict[str, Callable[[Tensor], Tensor]] = {
         f"scatter_reduce {how}": lambda x, how=how: x.scatter_reduce(1, torch.arange(8) % 3 * (x.detach() > 2), x, how)
         for how in ("sum", "mean", "amax", "amin", "prod")
     },
+    "scatter_reduce without itself": lambda x: x.scatter_reduce(
+        1, torch.arange(8).expand(2, 6, 8) % 3, x, "amax", include_self=False
+    ),
     "multilabel_margin_loss": lambda x: F.multilabel_margin_loss(x[:, 0], torch.tensor([[1, 0, -1] + [0] * 5] * 2)),
     **{
         f"multi_margin_loss {p}": lambda x, p=p: F.multi_margin_loss(x[:, 0], torch.arange(2), p=p, reduction="none")

@@ -253,6 +253,23 @@ _xlogy.defjvps(
 )
 
 
+@op("special_xlog1py.default", "special_xlog1py.other_scalar", "special_xlog1py.self_scalar")
+def xlog1py(x: Any, y: Any) -> jax.Array:
+    """x log(1 + y), 0 where x is 0."""
+    return _xlog1py(*jnp.broadcast_arrays(x, y))
+
+
+@jax.custom_jvp
+def _xlog1py(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isnan(y), jnp.nan, special.xlog1py(x, y))
+
+
+_xlog1py.defjvps(
+    lambda tangent, _, x, y: tangent * jnp.where((x == 0) & (y <= -1), 0, jnp.log1p(y)),
+    lambda tangent, _, x, y: tangent * (x / (y + 1)),
+)
+
+
 @op("lerp.Scalar", "lerp.Tensor")
 def lerp(x: jax.Array, end: jax.Array, weight: Any) -> jax.Array:
     """x + weight * (end - x), from the nearer end."""
@@ -381,7 +398,15 @@ def threshold(x: jax.Array, threshold: float, value: float) -> jax.Array:
 @in_opmath
 def logit(x: jax.Array, eps: float | None = None) -> jax.Array:
     """log(x / (1 - x)), of x bounded to [eps, 1 - eps]."""
-    return special.logit(x if eps is None else subgradients.clamp(x, eps, 1 - eps))
+    return _logit(x if eps is None else subgradients.clamp(x, eps, 1 - eps))
+
+
+@jax.custom_jvp
+def _logit(x: jax.Array) -> jax.Array:
+    return special.logit(x)
+
+
+_logit.defjvps(lambda tangent, _, x: tangent / jnp.where((x < 0) | (x > 1), jnp.nan, jnp.abs(x * (1 - x))))
 
 
 @op("nan_to_num.default")

@@ -39,7 +39,8 @@ def _reduced(x: jax.Array, at: tuple[jax.Array, ...], src: jax.Array, reduce: st
     places = lax.stop_gradient(jnp.where(kept, x, start)).at[at]
     best = places.max(lax.stop_gradient(src)) if reduce == "amax" else places.min(lax.stop_gradient(src))
     ours, theirs = kept & (x == best), src == best[at]
-    count = ours.astype(x.dtype).at[at].add(theirs.astype(x.dtype))
+    # PyTorch counts an element that is not included, too.
+    count = (x == best).astype(x.dtype).at[at].add(theirs.astype(x.dtype))
     shared = jnp.where(ours, x - lax.stop_gradient(x), 0).at[at].add(jnp.where(theirs, src - lax.stop_gradient(src), 0))
     return with_gradient(best, shared / jnp.maximum(count, 1))
 
