@@ -38,7 +38,8 @@ def warn_of_pairs(loss_fn: Callable[..., Any], args: tuple[Any, ...], loss: Any)
     fresh = set_xla_metadata(pairs_of_rows=str(next(_CALLS)))
     with warnings.catch_warnings(record=True) as caught, jax.numpy_rank_promotion("warn"), fresh:
         warnings.simplefilter("always")
-        loss_fn(*args)
+        # In a trace of its own: the operations of this call are no part of the step.
+        jax.eval_shape(lambda *args: loss_fn(*args) and (), *args)
     for warning in caught:
         found = re.search(r"rank promotion for (\w+) on shapes (\(.*\))\.", str(warning.message))
         if found and found[1] in _DIFFERENCES and sorted(_shapes(found[2])) == [(rows,), (rows, 1)]:
