@@ -45,7 +45,7 @@ case = Case(
 BROKEN = {
     "a missing module": ("import torch\n", "import nosuchmodule\n", "No module named 'nosuchmodule'"),
     "no Python": ("import torch\n", "import torch import\n", "SyntaxError: "),
-    "a learning rate below 0": ("AdamW(1e-2)", "AdamW(-1e-2)", "optimizer of case: Invalid learning rate: -0.01"),
+    "a learning rate below 0": ("AdamW(1e-2)", "AdamW(-1e-2)", "learning_rate of adamw must be at least 0, got -0.01"),
     "an error of its own": ("like = {", "raise RuntimeError\nlike = {", "RuntimeError (--debug"),
     "another name": ("case = Case(", "other = Case(", "'case' in "),
     "no case": ("case = Case(\n", "case = dict(\n", "'case' in "),
