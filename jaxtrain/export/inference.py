@@ -77,9 +77,9 @@ class Inference:
 def _pad(kind: Input, x: Any) -> Any:
     if kind.fill is None:
         return x
-    rows, length = x.shape
-    # Padded by concatenation, so that rows that are too long raise an error in ONNX as in JAX.
-    return jnp.concatenate([x, jnp.full((rows, kind.shape[0] - length), kind.fill, x.dtype)], axis=1)
+    rows = x.shape[0]
+    # No concatenation, which does not lower with symbolic sizes, and no padding, which would cut rows that are too long.
+    return lax.dynamic_update_slice(jnp.full((rows, kind.shape[0]), kind.fill, x.dtype), x, (0, 0))
 
 
 def build_inference(task: Task, signature: Signature, params: Any, model_state: Any) -> Inference:

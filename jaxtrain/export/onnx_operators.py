@@ -5,7 +5,7 @@ operators are those of the ONNX specification, opset 18, https://onnx.ai/onnx/op
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -290,10 +290,40 @@ def _column(graph: Graph, indices: Value, axis: int) -> Value:
 def _dynamic_slice(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     x, *start = _expand_all(graph, eqn, inputs)
     sizes, shape = eqn.params["slice_sizes"], _aval(eqn.invars[0]).shape
-    begin = [int(at.array) for at in start if at.array is not None]
+    begin = _constant_start(graph, eqn, start, shape, sizes)
+    return [_slice_axes(graph, x, shape, begin, [at + n for at, n in zip(begin, sizes, strict=True)], [1] * len(shape))]
+
+
+def _dynamic_update_slice(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    x, update, *start = _expand_all(graph, eqn, inputs)
+    shape, sizes = (_aval(v).shape for v in eqn.invars[:2])
+    begin = _constant_start(graph, eqn, start, shape, sizes)
+    axes = [axis for axis, size in enumerate(sizes) if size != shape[axis]]
+    return [_replace(graph, x, update, {axis: (begin[axis], sizes[axis], shape[axis]) for axis in axes})]
+
+
+def _replace(graph: Graph, x: Value, update: Value, parts: Mapping[int, tuple[int, Any, Any]]) -> Value:
+    """Replace a part of `x`, given its start, its size and the size of the whole by axis."""
+    if not parts:
+        return update
+    (axis, (start, size, whole)), *rest = parts.items()
+    # Split raises an error for negative sizes, those of an update that is too long.
+    sizes = graph.shape([start, size, whole - start - size])
+    before, part, after = graph.node_with_outputs("Split", x, sizes, outputs=3, axis=axis)
+    return graph.node("Concat", before, _replace(graph, part, update, dict(rest)), after, axis=axis)
+
+
+def _constant_start(
+    graph: Graph, eqn: JaxprEqn, start: Sequence[Value], shape: Sequence[Any], sizes: Sequence[Any]
+) -> list[int]:
+    """Return start indices that are known at export time, clamped as in JAX."""
+    begin = [max(int(at.array), 0) for at in start if at.array is not None]
     if len(begin) < len(start):
         raise unsupported(graph, eqn, "start index known only at run time")
-    return [_slice_axes(graph, x, shape, begin, [at + n for at, n in zip(begin, sizes, strict=True)], [1] * len(shape))]
+    limits = [whole - size for whole, size in zip(shape, sizes, strict=True)]
+    if any(at and not isinstance(limit, int) for at, limit in zip(begin, limits, strict=True)):
+        raise unsupported(graph, eqn, "start index other than 0 in an axis whose size is known only at run time")
+    return [at and min(at, limit) for at, limit in zip(begin, limits, strict=True)]
 
 
 def _size(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
@@ -349,6 +379,7 @@ OPERATORS: dict[str, Operator] = {
     "dim_as_value": _size,
     "dot_general": _dot_general,
     "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
     "erfc": _erfc,
     "gather": _gather,
     "integer_pow": _integer_pow,

@@ -155,6 +155,10 @@ def test_onnx_runtime_gives_the_logits_of_the_evaluation(name, exported):
     session = onnxruntime.InferenceSession(str(out))
     names = [x.name for x in session.get_inputs()]
     assert_same(session.run(["logits"], dict(zip(names, inputs, strict=True)))[0], truth, ours)
+    if inputs[0].ndim == 2:
+        longer = [np.repeat(x, 2, axis=1) for x in inputs]
+        with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.Fail):
+            session.run(["logits"], dict(zip(names, longer, strict=True)))
 
 
 @pytest.mark.sampled(0, slow=3)

@@ -65,6 +65,13 @@ def gathered(w, x):
     return rows + (w["w"][places, places] * w["stack"][:, places, places].sum(0))[..., None]
 
 
+def updated(w, x):
+    filled = lax.dynamic_update_slice(jnp.full((x.shape[0], 9, 6), 7.0), x, (0, 0, 0))
+    cut = lax.dynamic_slice(x, (0, 3, 0), (x.shape[0], 2, 6))  # clamped to 2
+    filled = lax.dynamic_update_slice(filled, cut * w["w"][None, :2, :1], (0, 8, 0))  # clamped to 7
+    return lax.dynamic_update_slice(filled, x[:, :2, 4:], (0, 2, 1))
+
+
 def logic(w, x):
     del w
     kept = ((x > 0) & (x < 1)) | ~(x >= -1) | (x == 0)
@@ -113,6 +120,7 @@ CASES = {
     "gather": gathered,
     "take": lambda w, x: jnp.take(x, np.array([3, 1]), axis=1, mode="clip"),
     "filled": lambda w, x: jnp.concatenate([x.sum(-1), jnp.full((x.shape[0], 9 - x.shape[1]), 7.0)], axis=1),
+    "updated": updated,
     "ones": lambda w, x: jnp.ones((x.shape[0] * 2, 1)) * x.reshape(-1, 12) @ jnp.ones((12, 2)),
     "product": lambda w, x: x @ w["w"],
     "batched": lambda w, x: jnp.einsum("bij,bkj->bik", x, x * 2),
@@ -202,6 +210,11 @@ def test_weights_keep_their_names_and_are_stored_once(tmp_path):
         "two rows": (
             lambda w, x: jax.vmap(lambda i: lax.dynamic_slice(w["w"], (i, 0), (2, 5)))(x[:, 0, 0].astype(np.int32)),
             "(several rows per index)",
+        ),
+        "start of a batch": (lambda w, x: lax.dynamic_slice(x, (1, 0, 0), (1, 4, 6)), "(start index other than 0"),
+        "start at run time": (
+            lambda w, x: lax.dynamic_update_slice(w["w"], w["w"][:2], (x[0, 0, 0].astype(np.int32), 0)),
+            "(start index known only",
         ),
         "padded between": (
             lambda w, x: lax.pad(x, np.float32(0), [(0, 0, 0), (0, 0, 1), (0, 0, 0)]),
