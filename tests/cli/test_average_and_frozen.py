@@ -94,7 +94,7 @@ def test_a_resumed_run_has_the_same_average(trained, state):
     resumed = jt.fit(recipe, trained / "parts", quiet=True, resume=True).state
     for name in ("params", "ema", "opt_state"):
         jax.tree.map(np.testing.assert_array_equal, getattr(resumed, name), getattr(state, name))
-    with pytest.raises(jt.UserError, match=r"--ema 0\.5 differs from the run's 0\.75"):
+    with pytest.raises(jt.UserError, match=r"ema=0\.5 differs from the run's 0\.75"):
         jt.fit(replace(recipe, ema=0.5), trained / "parts", quiet=True, resume=True)
 
 

@@ -212,7 +212,9 @@ def test_resuming_without_a_checkpoint_is_refused_before_the_data_are_read(train
     shutil.rmtree("here/checkpoints")
     assert run("train --resume --out here") == 2
     captured = capsys.readouterr()
-    assert captured.err == "jaxtrain: here has no checkpoint: start it again with --resume auto\n"
+    announced, message = captured.err.splitlines()
+    assert announced == f"jaxtrain: running {(trained / 'curve.py').resolve()}"
+    assert message == "jaxtrain: here has no checkpoint: start it again with --resume auto"
     assert "reading the data" not in captured.out
 
 
