@@ -78,7 +78,7 @@ def _pad(kind: Input, x: Any) -> Any:
     if kind.fill is None:
         return x
     rows = x.shape[0]
-    # No concatenation, which does not lower with symbolic sizes, and no padding, which would cut rows that are too long.
+    # A concatenation does not lower with symbolic sizes; padding would cut rows that are too long.
     return lax.dynamic_update_slice(jnp.full((rows, kind.shape[0]), kind.fill, x.dtype), x, (0, 0))
 
 
