@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ HARNESS = (
     *(Path(__file__).parent, Path(__file__).parent / "oracle"),
     Path(jaxtrain.__file__).parent / "transforms",
 )
+
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 def line_of(eqn: JaxprEqn) -> tuple[str, int] | None:
@@ -37,4 +40,15 @@ def is_of_user(file: str) -> bool:
     """Return whether a file is neither of the harness nor of a library."""
     path = Path(file)
     ours = path.parent in HARNESS or any(path.is_relative_to(part) for part in libraries())
-    return path.is_absolute() and not ours
+    return path.is_absolute() and not ours and not is_of_python(file)
+
+
+def is_of_python(file: str) -> bool:
+    """Return whether a file is of Python's standard library, as contextlib is, through which decorators call.
+
+    >>> import contextlib, numpy
+    >>> is_of_python(contextlib.__file__), is_of_python(numpy.__file__)
+    (True, False)
+    """
+    path = Path(file)
+    return path.is_relative_to(STANDARD_LIBRARY) and not {"site-packages", "dist-packages"} & {*path.parts}

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from parity import torch_side
 from parity.case import Case
 from parity.fingerprint import Fingerprint, Sources, Trace, fingerprint
+from parity.jax_lines import is_of_python
 from parity.randomness import Masks
 from parity.source import source_line
 
@@ -354,4 +355,4 @@ def _built(module: torch.nn.Module, line: tuple[str, int] | None) -> str:
 def _is_informative(file: str) -> bool:
     path = Path(file)
     inside = path.is_relative_to(FRAMEWORK) and not any(path.is_relative_to(part) for part in INFORMATIVE)
-    return not inside and path.parent not in HARNESS and path.is_absolute() and path.stem != "contextlib"
+    return not inside and path.parent not in HARNESS and path.is_absolute() and not is_of_python(file)
