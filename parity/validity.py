@@ -42,7 +42,10 @@ def check_batch(batch: Any, rows: int) -> None:
             raise UserError(f"{name} of the batch is {kind}: return NumPy arrays of numbers")
         if x.shape[:1] != (rows,):
             shape = list(x.shape)
-            raise UserError(f"{name} of the batch has the shape {shape}: put the {rows} rows on the first axis")
+            raise UserError(
+                f"{name} of the batch has the shape {shape}: put the {rows} rows on the first axis, or leave what is "
+                "not of the rows out of the batch, closed over by both losses"
+            )
 
 
 def cause(batch: Mapping[str, np.ndarray]) -> str:

@@ -18,7 +18,7 @@ from parity.cases import llama
 from parity.one_sided import one_sided_selections
 from parity.run import examine
 
-ROWS, WIDTH = 2, 3
+ROWS = WIDTH = 3
 
 
 class Weights(torch.nn.Module):
@@ -48,7 +48,7 @@ def case(theirs: Any = None, ours: Any = None, threshold: float = 1) -> Case:
 
     def batch(seed: int, rows: int) -> dict[str, np.ndarray]:
         step = drawn.setdefault(seed, len(drawn))
-        return {"x": np.ones(rows, np.float32), "step": np.full(rows, step), "place": np.arange(WIDTH)}
+        return {"x": np.ones(rows, np.float32), "step": np.full(rows, step), "place": np.arange(rows)}
 
     return Case(
         name="selecting",
