@@ -1,6 +1,6 @@
 """Ctrl-C that is not lost: Python drops exceptions of callbacks, such as JAX's for the garbage collector."""
 
-import _thread
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def raised_interrupts() -> Iterator[None]:
 
     def hook(dropped: Any) -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
-            retries.append(threading.Timer(_RETRY_S, _thread.interrupt_main))
+            retries.append(threading.Timer(_RETRY_S, _interrupt_main_thread))
             retries[-1].start()
         else:
             previous(dropped)
@@ -33,3 +33,9 @@ def raised_interrupts() -> Iterator[None]:
             retry.cancel()
         if sys.unraisablehook is hook:  # else another library has chained its own to it
             sys.unraisablehook = previous
+
+
+def _interrupt_main_thread() -> None:
+    if callable(signal.getsignal(signal.SIGINT)):  # else the signal has its default action meanwhile, or none
+        # A signal of the system: that of `_thread.interrupt_main` would not end a wait.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

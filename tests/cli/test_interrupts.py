@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.cli import main
+from jaxtrain.interrupts import raised_interrupts
 
 # A recipe that sends SIGINT to its own process at a moment; in `dropped` ones from a finalizer, whose exceptions Python
 # drops, as it does those of JAX's callback for the garbage collector.
 RECIPE = """
-import os, signal
+import os, signal, time
 from dataclasses import dataclass
 import jax.numpy as jnp, numpy as np, optax
 import jaxtrain as jt
@@ -39,7 +40,10 @@ class Line(jt.Recipe):
 
         del os.environ["MOMENT"]
         if os.environ.get("DROPPED"):
+            raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
             Finalized()
+            if raises:
+                time.sleep(20)  # ended by the exception that is raised again: at other places JAX may not survive one
         else:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -123,6 +127,22 @@ def test_after_it_the_step_is_saved(moment, train, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"stopped and saved at step \d+: jaxtrain train line.py::Line --resume --out run", line)
     assert train("none", "--resume") == 0
+
+
+def test_a_dropped_interrupt_ends_a_wait():
+    class Finalized:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    def wait():
+        with raised_interrupts():
+            Finalized()
+            time.sleep(20)
+
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert time.monotonic() - begin < 10
 
 
 def test_after_the_last_step_the_run_is_saved(train, capsys):
