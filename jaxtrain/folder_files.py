@@ -98,7 +98,8 @@ def _entries(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
 def new_file(path: Path, inside: Path | None = None, *, flush: bool = False) -> Iterator[IO[bytes]]:
     """Open a temporary file that takes the place of `path` when the block ends; it is removed on an error.
 
-    A link at `path` is replaced, not followed. The temporary name is new, whatever the folder contains.
+    A link at `path` is replaced, not followed. The temporary name is new, whatever the folder contains; errors name
+    `path`.
 
     Args:
       path: The file.
@@ -110,17 +111,19 @@ def new_file(path: Path, inside: Path | None = None, *, flush: bool = False) -> 
     """
     _check_folders(path.parent, path.parent if inside is None else inside)
     partial = path.with_name(f"{path.name[:200]}.{secrets.token_hex(4)}.partial")
-    number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
+        number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         with os.fdopen(number, "wb") as file:
             yield file
             file.flush()
             if flush:
                 os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink()
+        if isinstance(error, OSError) and error.filename in (partial, str(partial)):
+            error.filename, error.filename2 = str(path), None
         raise
 
 

@@ -129,6 +129,15 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
     assert read_file(tmp_path / "x") == b"old"
 
 
+def test_an_error_names_the_file_that_was_to_be_written(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "folder", tmp_path / "missing" / "x"):
+        with pytest.raises(OSError, match=r"No such|Is a directory") as error:
+            write_file(path, "new", tmp_path / "missing" if path.name == "x" else None)
+        assert (error.value.filename, error.value.filename2) == (str(path), None)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
 def test_a_file_that_is_too_large_is_refused_before_it_is_read(tmp_path):
     with (tmp_path / "x").open("wb") as file:
         file.truncate(2**40)
