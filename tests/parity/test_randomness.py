@@ -111,6 +111,17 @@ def test_the_mask_of_attention_block_by_block_is_found() -> None:
     np.testing.assert_array_equal(mask, jax.random.bernoulli(key, 0.5, (2, 2, 1024, 1024)))
 
 
+def test_a_mask_of_pairs_of_rows_is_found_once() -> None:
+    """A loss that sums over [B, B] is called once more, to warn of pairs that are not meant."""
+
+    def loss_fn(params: Any, batch: Any, rng: jax.Array) -> Any:
+        kept = jnp.where(jax.random.bernoulli(rng, 0.5, (4, 4)), params * batch[None, :], 0.0)
+        return jaxtrain.Loss(kept.sum(), 1), {}
+
+    (mask,) = dropout_mask_fn(loss_fn)(1.0, jnp.ones(4), KEY, None)
+    np.testing.assert_array_equal(mask, jax.random.bernoulli(KEY, 0.5, (4, 4)))
+
+
 def test_flaxs_dropout_masks_are_found() -> None:
     dropout = nnx.Dropout(0.25, deterministic=False)
     (mask,) = masks_of(lambda key: dropout(jnp.ones((4, 3)), rngs=nnx.Rngs(dropout=key)))
