@@ -100,6 +100,8 @@ def fork_server(folder: Path, prelude: str = "") -> Iterator[ForkServer]:
     # The settings of a user: the strict modes are for tests in the same process, and warnings would add lines.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUMPY")}
     environment["XLA_FLAGS"] = " ".join(f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f)
+    # XLA of JAX 0.10 prints kilobytes for each program from the compilation cache, more than a test lets a file have.
+    environment["TF_CPP_MIN_LOG_LEVEL"] = "3"
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     command = [sys.executable, "-m", "tests.soak.fork_server", prelude]
     with subprocess.Popen(
