@@ -169,8 +169,10 @@ def test_export_writes_the_predictions_of_an_example_or_refuses_in_one_line(exam
     )
     error = capsys.readouterr().err
     if run.recipe.task().predict is None:
-        assert (status, error.count("\n")) == (2, 1), error
-        assert "predict" in error
+        announced, message = error.splitlines()
+        assert announced == f"jaxtrain: running {(FOLDER / example.partition('::')[0]).resolve()}"
+        assert status == 2
+        assert "predict" in message
     else:
         assert (status, (tmp_path / "model" / "load.py").exists()) == (0, True), error
 
