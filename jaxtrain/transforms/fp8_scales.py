@@ -6,6 +6,7 @@ its scale is 0 or NaN, so that every result that depends on it is NaN.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -134,13 +135,21 @@ _cast.def_impl(lambda *args, **params: jax.jit(functools.partial(_cast.bind, **p
 _cast.def_abstract_eval(
     lambda *args, **params: jax.make_jaxpr(functools.partial(evaluate_cast, **params))(*args).out_avals[0]
 )
-ad.primitive_jvps[_cast] = lambda primals, tangents, **params: jax.jvp(
-    functools.partial(evaluate_cast, **params), tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
-)
-batching.primitive_batchers[_cast] = lambda args, axes, **params: (
-    jax.vmap(functools.partial(evaluate_cast, **params), axes)(*args),
-    0,
-)
+
+
+def _cast_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    evaluate = functools.partial(evaluate_cast, **params)
+    _, tangent = jax.jvp(evaluate, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+    return _cast.bind(*primals, **params), tangent
+
+
+def _cast_batched(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    batched = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(args, axes, strict=True)]
+    return _cast.bind(*batched, **params), 0
+
+
+ad.primitive_jvps[_cast] = _cast_jvp
+batching.primitive_batchers[_cast] = _cast_batched
 mlir.register_lowering(_cast, mlir.lower_fun(evaluate_cast, multiple_results=False))
 mlir.register_lowering(_cast, mlir.lower_fun(_cast_on_cpu, multiple_results=False), platform="cpu")
 
