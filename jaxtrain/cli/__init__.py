@@ -37,7 +37,19 @@ COMMANDS = {
 _MAX_LENGTH = 1000  # characters of a printed error
 # Packages of the extra `run`; the base install is what `train_step` needs.
 _RUN_PACKAGES = frozenset(
-    {"cloudpickle", "flax", "grain", "jinja2", "orbax", "PIL", "rich", "safetensors", "tensorboardX", "tyro"}
+    {
+        "cloudpickle",
+        "flax",
+        "grain",
+        "jinja2",
+        "orbax",
+        "PIL",
+        "rich",
+        "safetensors",
+        "tensorboardX",
+        "tensorstore",
+        "tyro",
+    }
 )
 
 
