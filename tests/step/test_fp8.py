@@ -15,7 +15,7 @@ from jaxtrain.distributed import make_mesh, shard
 from jaxtrain.planning.gathered_params import gathered_bytes
 from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.transforms import policy
-from jaxtrain.transforms.fp8_scales import E4M3
+from jaxtrain.transforms.fp8_scales import CAST, E4M3
 from tests.models.programs import equations
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 2, 32, 64, 48
@@ -218,7 +218,7 @@ def test_kernels_that_are_quantized_once_a_window_change_no_number(name, options
 def casts_of_kernels(eqns):
     shapes = {(*PARAMS["layers"]["proj"].shape[1:],), (*PARAMS["layers"]["fc"]["kernel"].shape[1:],)}
     shapes |= {(LAYERS, *shape) for shape in shapes}
-    outs = [eqn.outvars[0].aval for eqn in eqns if eqn.primitive.name == "convert_element_type"]
+    outs = [eqn.outvars[0].aval for eqn in eqns if eqn.primitive.name in ("convert_element_type", CAST)]
     return sum(x.dtype == E4M3 and x.shape in shapes for x in outs)
 
 
