@@ -260,6 +260,7 @@ def from_hf(config: Mapping[str, Any]) -> BertConfig:
         raise UserError(f"architecture {architecture!r} is not supported: only {', '.join(HEADS)} are")
     if architecture == "BertForMaskedLM":
         require(config, tie_word_embeddings=True)
+    config.get("tie_word_embeddings")  # read: a classifier has no output layer that could be tied
     labels = labels_from_hf(config) if HEADS[architecture] else None
     return BertConfig(**(fields_from_hf(config, BertConfig) | {"num_labels": labels}))
 

@@ -250,7 +250,7 @@ class Scaled(torch.nn.Module):
         (
             Scaled(),
             {"image": np.ones(3, np.float32)},
-            r"Scaled\.forward cannot take the keys image of the example \(.*'image'.*\): the example's keys are the "
+            r"Scaled\.forward cannot take the keys image of the example \(.*'(?:image|x)'.*\): the example's keys are the "
             r"arguments of forward: x, scale; rename them, or say how the module takes a batch with call=$",
         ),
         (Scaled(), {}, r"missing a required argument: 'x'"),

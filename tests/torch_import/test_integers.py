@@ -181,8 +181,8 @@ def test_what_cannot_hold_64_bits_is_refused() -> None:
         from_torch(Counted(0), ids)
     with pytest.raises(UserError, match="buffer 'seen' changes and holds integers beyond int32"):
         from_torch(Counted(2**40), ids)
-    with pytest.raises(UserError, match=r"the batch\['time'\] has the integer 1700000000000, beyond int32"):
-        from_torch(nn.Identity(), {"time": np.array([3, 1700000000000])})
+    with pytest.raises(UserError, match=r"the batch\['input'\] has the integer 1700000000000, beyond int32"):
+        from_torch(nn.Identity(), {"input": np.array([3, 1700000000000])})
     model = from_torch(nn.Identity(), {"input": np.arange(2)})
     with pytest.raises(UserError, match="beyond int32"):
         model({}, {"input": np.array([0, -(2**33)])})
