@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain import optim
@@ -102,5 +103,6 @@ def _decaying_matrices(adamw: AdamW, model: "ImportedModel") -> Optimizer:
         ]
         return AdamW([part for part in parts if part["params"]], **asdict(adamw))
 
-    ours = optim.adamw(adamw.lr, *adamw.betas, adamw.eps, adamw.weight_decay, mask=optim.all_but(model.no_decay))
+    mask = partial(optim.decay_mask, model.no_decay)
+    ours = optim.adamw(adamw.lr, *adamw.betas, adamw.eps, adamw.weight_decay, mask=mask)
     return Optimizer(adamw.name, groups, ours, adamw.moments)
