@@ -8,6 +8,7 @@ import numpy as np
 from parity.bars import FP8_RATIO_BAR, RATIO_BAR
 from parity.case import Case
 from parity.compare import Verdict, same_meaning, same_precision
+from parity.nonfinite import cause_of_nonfinite
 from parity.record import Record
 from parity.reference import Reference
 from parity.settings import Settings, fp8_policy, in_double
@@ -69,8 +70,9 @@ def judge(ours: Record, reference: Reference) -> Examination:
 def _check_finite(case: Case, settings: Settings, truth: Record) -> None:
     """Nothing can be compared with a loss that is inf or NaN in PyTorch itself."""
     from jaxtrain.errors import UserError
-    from parity.validity import cause
 
     for step in np.flatnonzero(~np.isfinite(truth.losses))[:1]:
         *_, batch = case.batches(settings.seed, int(step) + 1)
-        raise UserError(f"PyTorch's loss is {truth.losses[step]} in step {step + 1}, in float64 too: {cause(batch)}")
+        raise UserError(
+            f"PyTorch's loss is {truth.losses[step]} in step {step + 1}, in float64 too: {cause_of_nonfinite(batch)}"
+        )

@@ -8,6 +8,7 @@ import torch
 
 from jaxtrain.errors import UserError
 from parity.case import Case
+from parity.nonfinite import cause_of_nonfinite
 from parity.oracle.in_torch import InFloat64
 from parity.torch_side import checked_loss, few_threads, seeded_model, tensor
 
@@ -28,7 +29,7 @@ def check_case(case: Case) -> None:
     if not weight > 0:
         raise UserError(f"torch_loss returned the weight {weight:g}: return one above 0, as the number of rows")
     if not torch.isfinite(total):
-        raise UserError(f"PyTorch's loss is {total.item()} in float64 too: {cause(batch)}")
+        raise UserError(f"PyTorch's loss is {total.item()} in float64 too: {cause_of_nonfinite(batch)}")
 
 
 def check_batch(batch: Any, rows: int) -> None:
@@ -46,13 +47,3 @@ def check_batch(batch: Any, rows: int) -> None:
                 f"{name} of the batch has the shape {shape}: put the {rows} rows on the first axis, or leave what is "
                 "not of the rows out of the batch, closed over by both losses"
             )
-
-
-def cause(batch: Mapping[str, np.ndarray]) -> str:
-    """Describe why the loss of a batch may be inf or NaN.
-
-    >>> cause({"x": np.array([np.nan])})
-    'x of the batch has NaN: leave such rows out'
-    """
-    nan = [name for name, x in batch.items() if x.dtype.kind == "f" and np.isnan(x).any()]
-    return f"{nan[0]} of the batch has NaN: leave such rows out" if nan else "look for a division, log or root of 0"

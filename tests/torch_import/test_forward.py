@@ -250,8 +250,8 @@ class Scaled(torch.nn.Module):
         (
             Scaled(),
             {"image": np.ones(3, np.float32)},
-            r"Scaled\.forward cannot take the keys image of the example \(.*'(?:image|x)'.*\): the example's keys are the "
-            r"arguments of forward: x, scale; rename them, or say how the module takes a batch with call=$",
+            r"Scaled\.forward cannot take the keys image of the example \(.*'(image|x)'.*\): the example's keys are "
+            r"the arguments of forward: x, scale; rename them, or say how the module takes a batch with call=$",
         ),
         (Scaled(), {}, r"missing a required argument: 'x'"),
         (Scaled(), (np.ones(3, np.float32),) * 3, r"cannot take positional arguments .*too many .*: the arguments of "),
