@@ -24,6 +24,8 @@ OF_CPU = {
     # Compilation dominates the tests; without LLVM's optimizations it takes half the time.
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" + FORMER_EMITTERS,
 }
+# jaxlib 0.10.1 logs two errors for each program of the cache (`jaxtrain.cpu.program_log`).
+OF_CPU["TF_CPP_MIN_LOG_LEVEL"] = "3"
 # The tests measure the memory that is in use, not what is reserved.
 OF_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 

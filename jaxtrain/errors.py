@@ -197,7 +197,8 @@ def _is_user_code(file: str) -> bool:
 
 def _is_internal(frame: types.TracebackType) -> bool:
     package = frame.tb_frame.f_globals.get("__name__", "").partition(".")[0]
-    return package in ("jax", "jaxlib") or _file(frame).startswith(_OURS)
+    # JAX and this project use context managers as decorators.
+    return package in ("jax", "jaxlib", "contextlib") or _file(frame).startswith(_OURS)
 
 
 def _frames(traceback: types.TracebackType | None) -> Iterator[types.TracebackType]:

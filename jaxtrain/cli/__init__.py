@@ -12,6 +12,7 @@ from typing import Any
 import jaxtrain
 from jaxtrain.cli.user_code import print_own_traceback as print_own_traceback
 from jaxtrain.cpu.host_memory import keep_host_memory
+from jaxtrain.cpu.program_log import hide_log_of_loaded_programs
 from jaxtrain.cpu.threads import reserve_collective_threads
 from jaxtrain.errors import UserError, escape_unprintable, is_out_of_memory
 from jaxtrain.interrupts import raised_interrupts
@@ -119,6 +120,7 @@ def _dispatch(args: list[str]) -> int:
             stream.reconfigure(errors="backslashreplace")
     keep_host_memory()  # three calls of mallopt, which must precede the import of NumPy and JAX
     reserve_collective_threads(os.environ)
+    hide_log_of_loaded_programs(os.environ)
     try:
         return int(importlib.import_module(f"jaxtrain.cli.{args[0].replace('-', '_')}").main(args[1:]))
     except ModuleNotFoundError as error:

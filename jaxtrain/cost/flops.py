@@ -34,7 +34,7 @@ def flops(fn: Callable[..., Any], *args: Any) -> int:
       ValueError: A `while` loop, whose trip count is unknown, contains products.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp
       >>> flops(lambda a, b: a @ b, jnp.ones((2, 3)), jnp.ones((3, 5))) == 2 * 2 * 3 * 5
       True
       >>> flops(lambda a: jax.lax.scan(lambda c, _: (c @ a, None), a, None, length=7), jnp.ones((2, 2))) == 7 * 16

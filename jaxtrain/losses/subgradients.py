@@ -302,7 +302,7 @@ def atan2(y: jax.Array, x: jax.Array) -> jax.Array:
 
     Example:
       >>> [float(g) for g in jax.grad(atan2, (0, 1))(0.0, 0.0)]
-      [0.0, 0.0]
+      [0.0, -0.0]
 
     References:
       `atan2_backward` in PyTorch's `FunctionsManual.cpp`.
