@@ -7,8 +7,8 @@ from collections.abc import MutableMapping
 def hide_log_of_loaded_programs(environment: MutableMapping[str, str]) -> None:
     """Keep jaxlib 0.10.1 from logging two errors for each program of the persistent cache, unless the user has chosen.
 
-    They say that the CPU lacks features, which are preferences of LLVM and no instructions. jaxlib reads the variable when
-    it is imported. What fails is an exception, with or without log.
+    They say that the CPU lacks features, which are preferences of LLVM and no instructions. jaxlib reads the variable
+    when it is imported. What fails is an exception, with or without log.
 
     Args:
       environment: The variables of the process.
