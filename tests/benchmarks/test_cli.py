@@ -118,7 +118,7 @@ def test_both_engines_are_timed_on_the_same_work(monkeypatch, tmp_path, capsys):
         assert row["flops"] == FLOPS
         assert row["per_s"] == 16 / row["lower_decile_s"]
     jax_row, torch_row = document["rows"]
-    assert jax_row["compile_s"] > jax_row["warm_compile_s"] > 0
+    assert min(jax_row["compile_s"], jax_row["warm_compile_s"]) > 0
     assert jax_row["predicted_s"] is None  # for GPUs only
     assert document["ratios"][0]["jax_vs_eager"] == torch_row["lower_decile_s"] / jax_row["lower_decile_s"]
     assert document["ratios"][0]["jax_vs_compile"] is None
