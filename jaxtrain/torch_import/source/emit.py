@@ -298,6 +298,8 @@ def _subscripts(path: Any) -> str:
 def _program(model: Model, params: Any, state: Any, batch: Any, *, train: bool) -> Any:
     """Return what is equal for models that compute the same outputs, new state and gradients."""
     key = jax.eval_shape(lambda: jax.random.key(0)) if train else None
+    # As JAX takes the arrays of a batch: since JAX 0.12 it warns of shapes with 64 bits.
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), batch)
 
     def outputs(params: Any, batch: Any, rng: Any, state: Any) -> Any:
         return model(params, batch, rng, state)
