@@ -48,8 +48,8 @@ def test_gathers_and_scatters_in_a_window_have_a_product_beside_them():
     compiled = case_program(workload.case({}), unroll=False, accumulate=4, mesh="fsdp=8", rules=rules)
     assert compiled.host_waits == 0
     assert compiled.overlap.by_bytes >= 0.85
-    # The layers' gradients, of which the first layer's are added last. jaxlib 0.10.1 leaves one of the largest transfers
-    # without computation beside it: 11 of 12 overlap, but 0.68 of the bytes.
+    # The layers' gradients, of which the first layer's are added last. jaxlib 0.10.1 leaves one of the largest without
+    # computation beside it: 11 of 12 overlap, but 0.68 of the bytes.
     scatters = overlap(compiled.transfers, ("reduce-scatter",))
     assert scatters.by_count >= 0.9 if jax.__version_info__ < (0, 10, 2) else scatters.by_bytes >= 0.85
 
