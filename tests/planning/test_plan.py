@@ -334,6 +334,7 @@ def measure_peaks(*cases):
     """Return measured and predicted peaks from a separate process."""
     flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+    environment.pop("PJRT_NPROC", None)  # of commands that ran in this process: more threads need more workspace
     arguments = [part for name, settings in cases for part in (name, json.dumps(settings))]
     done = subprocess.run(
         [sys.executable, "-m", "tests.planning.measured_peak", *arguments],
@@ -356,11 +357,7 @@ def measure_peaks(*cases):
     ids=["digits-mlp", "gpt-stdlib", "digits-resnet"],
 )
 def test_the_predicted_peak_matches_the_measured_one(case):
-    # A machine under other load releases buffers later: what remains is the least of a few measurements.
-    for _ in range(3):
-        (found,) = measure_peaks(case)
-        if found["measured"] < 1.1 * found["predicted"]:
-            break
+    (found,) = measure_peaks(case)
     assert found["predicted"] > 40 * MIB
     assert abs(found["predicted"] / found["measured"] - 1) < 0.1, found
 
