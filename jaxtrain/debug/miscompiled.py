@@ -1,6 +1,6 @@
 """Programs that a released compiler computed wrongly, compared with NumPy before anything is trained.
 
-A new program is added with the report of its fault. Each is as small as the fault allows: all together take 0.2 s.
+A new program is added with the report of its fault. Each is as small as the fault allows: all together take 0.3 s.
 """
 
 import contextlib

@@ -6,6 +6,7 @@ At kinks the gradients are PyTorch's (`derivatives.yaml`): what JAX differentiat
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -204,36 +205,28 @@ def _hypot(x: jax.Array, y: jax.Array) -> jax.Array:
 _hypot.defjvps(lambda tangent, ans, x, y: tangent * (x / ans), lambda tangent, ans, x, y: tangent * (y / ans))
 
 
+def _log_of_sum(compute: Callable[..., jax.Array], exp: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Return `compute`, the logarithm of a sum of exponentials, with PyTorch's derivative."""
+    computed = jax.custom_jvp(lambda x, y: compute(x, y))
+    computed.defjvps(
+        lambda tangent, _, x, y: tangent / (1 + exp(y - x)), lambda tangent, _, x, y: tangent / (1 + exp(x - y))
+    )
+    return computed
+
+
+_logaddexp, _logaddexp2 = _log_of_sum(jnp.logaddexp, jnp.exp), _log_of_sum(jnp.logaddexp2, jnp.exp2)
+
+
 @op("logaddexp.default")
 def logaddexp(x: jax.Array, y: jax.Array) -> jax.Array:
     """log(exp(x) + exp(y))."""
     return _logaddexp(*jnp.broadcast_arrays(x, y))
 
 
-@jax.custom_jvp
-def _logaddexp(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.logaddexp(x, y)
-
-
-_logaddexp.defjvps(
-    lambda tangent, _, x, y: tangent / (1 + jnp.exp(y - x)), lambda tangent, _, x, y: tangent / (1 + jnp.exp(x - y))
-)
-
-
 @op("logaddexp2.default")
 def logaddexp2(x: jax.Array, y: jax.Array) -> jax.Array:
     """log2(2**x + 2**y)."""
     return _logaddexp2(*jnp.broadcast_arrays(x, y))
-
-
-@jax.custom_jvp
-def _logaddexp2(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.logaddexp2(x, y)
-
-
-_logaddexp2.defjvps(
-    lambda tangent, _, x, y: tangent / (1 + jnp.exp2(y - x)), lambda tangent, _, x, y: tangent / (1 + jnp.exp2(x - y))
-)
 
 
 @op("xlogy.Tensor", "xlogy.Scalar_Other", "xlogy.Scalar_Self")
