@@ -51,8 +51,11 @@ import gc  # noqa: E402
 gc.disable()
 
 import platform  # noqa: E402
+import random  # noqa: E402
+import sys  # noqa: E402
 from collections import Counter  # noqa: E402
 
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from hypothesis.database import DirectoryBasedExampleDatabase  # noqa: E402
@@ -106,6 +109,15 @@ def pytest_collection_finish() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Ignore the warning of two workers that write one entry of the compilation cache at the same time."""
     config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Give every test the same random numbers, whichever tests ran before it in its process."""
+    random.seed(0)
+    np.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.hookimpl(trylast=True)
