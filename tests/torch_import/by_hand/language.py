@@ -139,7 +139,7 @@ class MetaLlama(nn.Module):
         h = self.tok(tokens)
         mask = torch.triu(torch.full((t, t), float("-inf")), diagonal=1)
         for layer in self.layers:
-            h = layer(h, self.freqs_cis[:t].to(torch.complex128 if h.dtype == torch.float64 else torch.complex64), mask)
+            h = layer(h, self.freqs_cis[:t], mask)
         return self.out(h)
 
 

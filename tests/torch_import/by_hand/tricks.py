@@ -494,8 +494,7 @@ def fake_quantization() -> Made:
     return Quantized(), ROWS
 
 
-GLOBAL_TABLE = torch.linspace(0, 1, 3)
-GLOBAL_LAYER = nn.Linear(3, 3)
+GLOBAL: dict[str, Any] = {}
 
 
 class UsesGlobals(nn.Module):
@@ -504,21 +503,23 @@ class UsesGlobals(nn.Module):
         self.fc = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x * GLOBAL_TABLE)
+        return self.fc(x * GLOBAL["table"])
 
 
 @style
 def global_constant() -> Made:
+    GLOBAL["table"] = torch.linspace(0, 1, 3)
     return UsesGlobals(), ROWS
 
 
 class UsesGlobalLayer(UsesGlobals):
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc(GLOBAL_LAYER(x))
+        return self.fc(GLOBAL["layer"](x))
 
 
 @style
 def global_layer() -> Made:
+    GLOBAL["layer"] = nn.Linear(3, 3)
     return UsesGlobalLayer(), ROWS
 
 

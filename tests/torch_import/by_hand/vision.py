@@ -550,7 +550,7 @@ class DynamicConv(nn.Module):
         self.weight, self.att = nn.Parameter(torch.randn(3, 4, 3, 3, 3)), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        b, c, h, w = x.size()
+        b, _, h, w = x.size()
         mix = F.softmax(self.att(F.adaptive_avg_pool2d(x, 1).flatten(1)) / 30, 1)
         kernels = torch.mm(mix, self.weight.view(3, -1)).view(b * 4, 3, 3, 3)
         return F.conv2d(x.contiguous().view(1, -1, h, w), kernels, padding=1, groups=b).view(b, 4, h, w)
