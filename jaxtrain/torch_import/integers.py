@@ -11,6 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
+import numpy as np
+
 from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Dtype, Graph, Node, references
 from jaxtrain.torch_import.integer_ranges import (
     INT32,
@@ -56,7 +59,8 @@ def with_int64(
       The same graph with the operation `INT64` in place of each that needs 64 bits.
 
     Raises:
-      UserError: A buffer that changes, or a function of the user, would receive such an integer.
+      UserError: A buffer that changes, or a function of the user, would receive such an integer, where JAX has no
+        integers of 64 bits.
     """
     ranges = ranges_of(graph, constants, inputs)
     wide = {name for name, found in ranges.items() if not fits(found)}
@@ -64,6 +68,8 @@ def with_int64(
         return graph
     exact = _read_exactly(graph, wide, ranges)
     nodes = [_replaced(node, exact, ranges, ops) for node in graph.nodes]
+    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
+        return replace(graph, nodes=tuple(nodes))
     for x in graph.inputs:
         if x.kind == "state" and holds_int64(constants.get(x.target)):
             raise refusal(
