@@ -103,8 +103,8 @@ def _storage(x: torch.Tensor) -> int | None:
 
 def _extent(x: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its memory, and the one after the last."""
-    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    begin = x.storage_offset() * x.element_size()
+    last = sum((int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
+    begin = int(x.storage_offset()) * x.element_size()
     return begin, begin + (last + 1) * x.element_size() if x.numel() else begin
 
 
@@ -149,6 +149,7 @@ class _Copying:
             types.BuiltinFunctionType: self._builtin,
             types.MethodType: self._method,
             weakref.ReferenceType: self._reference,
+            weakref.WeakMethod: self._reference,
             weakref.ProxyType: self._proxy,
             weakref.CallableProxyType: self._proxy,
             **dict.fromkeys((torch.Tensor, torch.nn.Parameter, FakeTensor), self._tensor),
@@ -218,21 +219,22 @@ class _Copying:
         return types.MethodType(copy.deepcopy(method.__func__, memo), copy.deepcopy(method.__self__, memo))
 
     def _reference(self, ref: "weakref.ref[Any]", memo: dict[int, Any]) -> Any:
-        return weakref.ref(copy.deepcopy(ref(), memo), ref.__callback__) if self._reaches(ref) else ref
+        return type(ref)(copy.deepcopy(ref(), memo)) if self._reaches(ref) else ref
 
     def _proxy(self, proxy: Any, memo: dict[int, Any]) -> Any:
         return weakref.proxy(copy.deepcopy(_referent(proxy), memo)) if self._reaches(proxy) else proxy
 
     def _reaches(self, start: Any) -> bool:
         """Return whether an object leads to a part of the module or to one of its tensors."""
-        todo, seen = [start], {id(start)}
+        # The objects themselves: the number of one that is gone may be that of another.
+        todo, seen = [start], {id(start): start}
         while todo:
             x = todo.pop()
             if id(x) in self._parts or (isinstance(x, torch.Tensor) and self._is_of_module(x)):
                 return True
             for y in self._referents(x):
                 if id(y) not in seen:
-                    seen.add(id(y))
+                    seen[id(y)] = y
                     todo.append(y)
         return False
 

@@ -5,6 +5,7 @@ operations in place into pure ones. Operations without an entry in our table are
 """
 
 import dataclasses
+import re
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from torch.utils import _pytree
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.attributes import attributes_of, changed, refuse_state
 from jaxtrain.torch_import.capture.autocast import Calls, calls_under_autocast, marked, without_marks_of_changed
-from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, spec_of
+from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, source_of, spec_of
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
 from jaxtrain.torch_import.capture.in_float64 import in_float64
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
@@ -126,7 +127,20 @@ def _exported(
     exported = torch.export.export(module, leaves, strict=False)
     detach_regions_without_gradient(exported)
     without_marks_of_changed(exported)
-    return exported.run_decompositions(_decompositions(known))
+    try:
+        return exported.run_decompositions(_decompositions(known))
+    except RuntimeError as error:
+        if found := re.match(r"Constant (\S+) is mutated", str(error)):
+            raise _changed_constant(exported, found[1]) from error
+        raise
+
+
+def _changed_constant(exported: torch.export.ExportedProgram, target: str) -> UserError:
+    """Return the error of a module that changes a tensor which is no buffer, with the line of its last use."""
+    (name,) = (spec.arg.name for spec in exported.graph_signature.input_specs if spec.target == target)
+    (tensor,) = (node for node in exported.graph_module.graph.nodes if node.name == name)
+    source = source_of([*tensor.users][-1])
+    return refusal("forward changes a tensor that is no buffer", "register it by register_buffer", source)
 
 
 def _custom_functions(
@@ -143,12 +157,12 @@ def _custom_functions(
         call = calls[node.args[0]]
         given = [spec_of(x.meta["val"], x) for x in node.args[1]]
         with tracing(), inlined_calls():
-            forward, forward_origins = _pass(call.forward, given, placing, structure, known)
+            forward, forward_origins = _pass(call.forward, given, call.source, placing, structure, known)
             specs = {x.name: x.spec for x in forward.nodes if isinstance(x.spec, Spec)}
             outputs = [specs[ref.name] for ref in forward.outputs]
             grads = [spec for spec, floating in zip(outputs, call.floating, strict=False) if floating]
             backward, backward_origins = _pass(
-                call.backward, [*outputs[call.outputs :], *grads], placing, structure, known
+                call.backward, [*outputs[call.outputs :], *grads], call.source, placing, structure, known
             )
         functions[node.args[0]] = {
             "forward": forward,
@@ -165,6 +179,7 @@ def _custom_functions(
 def _pass(
     fn: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
     given: Sequence[Spec],
+    source: str,
     placing: Placing,
     structure: Structure,
     known: Collection[str],
@@ -175,7 +190,7 @@ def _pass(
     places = tuple(Leaf(i) for i, _ in enumerate(exported.graph_signature.user_outputs))
     graph, constants, origins = converted(exported, places, {}, known, {})
     if constants or any(node.op in RANDOM for node in graph.nodes):
-        raise refusal("an autograd.Function has tensors or random numbers of its own", "pass them as arguments")
+        raise refusal("an autograd.Function has tensors or random numbers of its own", "pass them as arguments", source)
     return graph, origins
 
 

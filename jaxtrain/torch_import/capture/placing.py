@@ -28,6 +28,10 @@ def originals_of(module: torch.nn.Module) -> Originals:
     return {id(x): weakref.ref(x) for x in (*module.modules(), *own_tensors(module).values())}
 
 
+_ASIDE = "a global or by the closure of a class or of call="
+"""Ways to the user's module itself that a copy of it does not follow."""
+
+
 class Placing(TorchFunctionMode):
     """Puts the graph's inputs in the place of the tensors that functions hold, and refuses those that have none.
 
@@ -113,7 +117,7 @@ class Placing(TorchFunctionMode):
         if id(x) in self._dependent and x.grad_fn is not None:
             raise refusal("a tensor was computed from parameters before the call", "compute it in forward", _line())
         if self._theirs.owner(x) is not None:
-            raise refusal("a function reads a tensor of the module by a global", "read it from the module", _line())
+            raise refusal(f"a tensor of the module is read by {_ASIDE}", "read it as an attribute of self", _line())
         raise refusal(
             "a tensor that requires a gradient is no parameter of the module",
             "register it, as by self.name = torch.nn.Parameter(…) or in a ParameterList or ModuleList",
@@ -123,8 +127,8 @@ class Placing(TorchFunctionMode):
     def _refuse_original(self, part: torch.nn.Module, _: Any) -> None:
         if self._originals.get(id(part)) is part:
             raise refusal(
-                f"a function calls a part of the module, {type(part).__name__}, by a global",
-                "call it as an attribute of the module",
+                f"a part of the module, {type(part).__name__}, is called by {_ASIDE}",
+                "call it as an attribute of self, or of the module that call= is given",
                 _line(),
             )
 

@@ -86,7 +86,7 @@ def _shared_buffers(module: torch.nn.Module) -> dict[str, str]:
     for name, x in tensors.items():
         if x.layout != torch.strided:
             raise refusal(f"{name!r} is a sparse tensor", "store it as a dense one, x.to_dense()")
-    shared = {}
+    shared: dict[str, str] = {}
     for name, other in Memory(tensors).shared():
         if isinstance(tensors[name], torch.nn.Parameter) or isinstance(tensors[other], torch.nn.Parameter):
             raise refusal(
