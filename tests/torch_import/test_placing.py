@@ -309,6 +309,15 @@ def part_of_a_class() -> nn.Module:
     return module
 
 
+def mode_of_a_class() -> nn.Module:
+    class Reading(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if module.training else x
+
+    module = nn.Sequential(Reading(), nn.Linear(3, 3).double())
+    return module
+
+
 def in_a_function_of_autograd() -> nn.Module:
     module = Function(lambda m, x: Squared.apply(x * m.w))
     Squared.weight = module.w
@@ -353,6 +362,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "as_other_dtype": (as_other_dtype, "shares memory with 'w'"),
     "of_a_class": (of_a_class, "is read by a global", "test_placing.py:", "module.fc.weight"),
     "part_of_a_class": (part_of_a_class, "Dropout, is called by a global", "test_placing.py:", "module.drop"),
+    "mode_of_a_class": (mode_of_a_class, "the mode of the module is read by", "test_placing.py:", "module.training"),
     "in_a_function_of_autograd": (in_a_function_of_autograd, "test_placing.py:", "Squared"),
     "closure_in_a_function_of_autograd": (
         closure_in_a_function_of_autograd,

@@ -56,10 +56,23 @@ class Placing(TorchFunctionMode):
         self._inputs = own_tensors(module)
         called = register_module_forward_pre_hook(self._refuse_original)
         try:
-            with self:
+            with self, self._unknown_modes():
                 yield
         finally:
             called.remove()
+
+    @contextlib.contextmanager
+    def _unknown_modes(self) -> Iterator[None]:
+        """Refuse to tell the mode of the user's module, which is not that of the copy, while entered."""
+        parts = [vars(x) for x in self._originals.values() if isinstance(x, torch.nn.Module) and "training" in vars(x)]
+        modes = [part["training"] for part in parts]
+        try:
+            for part in parts:
+                part["training"] = _UnknownMode()
+            yield
+        finally:
+            for part, mode in zip(parts, modes, strict=True):
+                part["training"] = mode
 
     def placed(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Return tensors, with the graph's in the place of those that functions hold."""
@@ -131,6 +144,13 @@ class Placing(TorchFunctionMode):
                 "call it as an attribute of self, or of the module that call= is given",
                 _line(),
             )
+
+
+class _UnknownMode:
+    """The mode of a module that was imported, while its copy is traced."""
+
+    def __bool__(self) -> bool:
+        raise refusal(f"the mode of the module is read by {_ASIDE}", "read it as an attribute of self", _line())
 
 
 def _view(x: torch.Tensor, base: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
