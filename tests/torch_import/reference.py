@@ -1,6 +1,5 @@
 """Imported modules beside PyTorch, in float64: outputs, gradients of all parameters and buffers."""
 
-import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -52,14 +51,15 @@ def compared(module: torch.nn.Module, x: Any, *, train: bool = True) -> tuple[Di
 
         (_, (outputs, state)), grads = jax.jit(jax.value_and_grad(run, has_aux=True))(model.params)
         outputs, state, grads = jax.device_get((jax.tree.leaves(outputs), state or {}, grads))
-    theirs = copy.deepcopy(module)
-    expected = _pytree.tree_leaves(theirs(*[torch.tensor(x)] if isinstance(x, np.ndarray) else map(torch.tensor, x)))
+    # The module itself: a copy would not copy the functions that it holds.
+    module.zero_grad()
+    expected = _pytree.tree_leaves(module(*[torch.tensor(x)] if isinstance(x, np.ndarray) else map(torch.tensor, x)))
     weighted([y for y in expected if isinstance(y, torch.Tensor)], torch).backward()
     return (
         Differences(
             max(_relative(a, b.detach().numpy()) for a, b in zip(outputs, expected, strict=True)),
-            _worst_gradient(grads, theirs),
-            max([0.0, *(_relative(value, theirs.get_buffer(name).numpy()) for name, value in state.items())]),
+            _worst_gradient(grads, module),
+            max([0.0, *(_relative(value, module.get_buffer(name).numpy()) for name, value in state.items())]),
         ),
         model,
     )

@@ -1,6 +1,8 @@
 """PyTorch's module to a `Graph`: the only part of `jaxtrain.torch_import` that imports PyTorch.
 
 structure  the module without its weights
+copying    copies whose functions refer to the copy
+placing    where each tensor that a module reads comes from
 tracing    how `torch.export` traces
 functions  functions that are traced in another form
 packed     packed sequences, which stay padded

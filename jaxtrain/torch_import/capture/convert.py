@@ -196,6 +196,8 @@ def _argument(value: Any, node: torch.fx.Node) -> Any:
 def _specs(value: Any, node: torch.fx.Node) -> Any:
     if isinstance(value, tuple | list):
         return tuple(_specs(item, node) for item in value)
+    if isinstance(value, torch.SymInt):
+        return Spec((), "int64")  # a tensor's value, which only an operation takes
     return spec_of(value, node) if isinstance(value, torch.Tensor) else None
 
 

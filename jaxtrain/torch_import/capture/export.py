@@ -5,6 +5,7 @@ operations in place into pure ones. Operations without an entry in our table are
 """
 
 import dataclasses
+import re
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -16,10 +17,11 @@ from torch.utils import _pytree
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.attributes import attributes_of, changed, refuse_state
 from jaxtrain.torch_import.capture.autocast import Calls, calls_under_autocast, marked, without_marks_of_changed
-from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, spec_of
+from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, source_of, spec_of
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
 from jaxtrain.torch_import.capture.in_float64 import in_float64
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
+from jaxtrain.torch_import.capture.placing import Placing
 from jaxtrain.torch_import.capture.structure import Structure, in_mode
 from jaxtrain.torch_import.capture.tracing import tracing
 from jaxtrain.torch_import.graph import Captured, Graph, ModuleCall, Spec
@@ -68,13 +70,16 @@ def capture(
         return tuple(tensors)
 
     def forward() -> _Forward:
-        return _Forward(in_mode(structure, train, dtype), flat)
+        copy = in_mode(structure, train, dtype)
+        return _Forward(copy.module, flat, Placing(copy, structure.originals))
 
     def trace(module: _Forward, under_autocast: Calls | None) -> Captured:
         with tracing(), recorded_calls() as calls, marked(under_autocast):
             exported = _exported(module, given, known)
-        functions, origins = _custom_functions(exported, calls, structure, known)
+        functions, origins = _custom_functions(exported, calls, module.placing, structure, known)
         captured = converted(exported, result, structure.aliases, known, functions)
+        for name in captured.graph.state.keys() & structure.shared.keys():
+            raise refusal(f"buffers {name!r} and {structure.shared[name]!r} share memory and change", "clone one")
         return captured._replace(origins={**captured.origins, **origins})
 
     def traced() -> Captured:
@@ -122,11 +127,28 @@ def _exported(
     exported = torch.export.export(module, leaves, strict=False)
     detach_regions_without_gradient(exported)
     without_marks_of_changed(exported)
-    return exported.run_decompositions(_decompositions(known))
+    try:
+        return exported.run_decompositions(_decompositions(known))
+    except RuntimeError as error:
+        if found := re.match(r"Constant (\S+) is mutated", str(error)):
+            raise _changed_constant(exported, found[1]) from error
+        raise
+
+
+def _changed_constant(exported: torch.export.ExportedProgram, target: str) -> UserError:
+    """Return the error of a module that changes a tensor which is no buffer, with the line of its last use."""
+    (name,) = (spec.arg.name for spec in exported.graph_signature.input_specs if spec.target == target)
+    (tensor,) = (node for node in exported.graph_module.graph.nodes if node.name == name)
+    source = source_of([*tensor.users][-1])
+    return refusal("forward changes a tensor that is no buffer", "register it by register_buffer", source)
 
 
 def _custom_functions(
-    exported: torch.export.ExportedProgram, calls: Sequence[Call], structure: Structure, known: Collection[str]
+    exported: torch.export.ExportedProgram,
+    calls: Sequence[Call],
+    placing: Placing,
+    structure: Structure,
+    known: Collection[str],
 ) -> tuple[dict[int, dict[str, Any]], Origins]:
     """Return the keyword arguments of each `CUSTOM` node, by the number of its call, and the origins of its passes."""
     functions, origins = {}, dict[str, tuple[ModuleCall, ...]]()
@@ -135,11 +157,13 @@ def _custom_functions(
         call = calls[node.args[0]]
         given = [spec_of(x.meta["val"], x) for x in node.args[1]]
         with tracing(), inlined_calls():
-            forward, forward_origins = _pass(call.forward, given, structure, known)
+            forward, forward_origins = _pass(call.forward, given, call.source, placing, structure, known)
             specs = {x.name: x.spec for x in forward.nodes if isinstance(x.spec, Spec)}
             outputs = [specs[ref.name] for ref in forward.outputs]
             grads = [spec for spec, floating in zip(outputs, call.floating, strict=False) if floating]
-            backward, backward_origins = _pass(call.backward, [*outputs[call.outputs :], *grads], structure, known)
+            backward, backward_origins = _pass(
+                call.backward, [*outputs[call.outputs :], *grads], call.source, placing, structure, known
+            )
         functions[node.args[0]] = {
             "forward": forward,
             "backward": backward,
@@ -155,15 +179,18 @@ def _custom_functions(
 def _pass(
     fn: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
     given: Sequence[Spec],
+    source: str,
+    placing: Placing,
     structure: Structure,
     known: Collection[str],
 ) -> tuple[Graph, Origins]:
     """Return the graph of a function of tensors, and where its operations come from."""
-    exported = _exported(_Forward(torch.nn.Module(), lambda _, leaves: fn(leaves)), _fakes(given, structure), known)
+    module = _Forward(torch.nn.Module(), lambda _, leaves: fn(leaves), placing)
+    exported = _exported(module, _fakes(given, structure), known)
     places = tuple(Leaf(i) for i, _ in enumerate(exported.graph_signature.user_outputs))
     graph, constants, origins = converted(exported, places, {}, known, {})
     if constants or any(node.op in RANDOM for node in graph.nodes):
-        raise refusal("an autograd.Function has tensors or random numbers of its own", "pass them as arguments")
+        raise refusal("an autograd.Function has tensors or random numbers of its own", "pass them as arguments", source)
     return graph, origins
 
 
@@ -174,33 +201,40 @@ class _Forward(torch.nn.Module):
         self,
         module: torch.nn.Module,
         call: Callable[[torch.nn.Module, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
+        placing: Placing,
     ) -> None:
         super().__init__()
         self.module = module
         self._call = call
+        self.placing = placing
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before = [(part, dict(part._buffers)) for part in self.module.modules()]
-        result = self._call(self.module, leaves)
+        with self.placing.during(self.module):
+            result = self.placing.placed(self._call(self.module, leaves))
         for part, buffers in before:
-            _write_assigned(part, buffers)
+            self._write_assigned(part, buffers)
         return result
 
-
-def _write_assigned(part: torch.nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
-    """Write what was assigned to buffers, as by `self.mean = mean`, into them: a graph loses such assignments."""
-    for name, buffer in before.items():
-        value = part._buffers.get(name)
-        if value is buffer:
-            continue
-        if buffer is not None and value is not None:
-            if (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+    def _write_assigned(self, part: torch.nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
+        """Write what was assigned to buffers, as by `self.mean = mean`, into them: a graph loses such assignments."""
+        for name, buffer in before.items():
+            value = part._buffers.get(name)
+            if value is buffer:
+                continue
+            if id(buffer) in self.placing.held:
                 raise refusal(
-                    f"buffer {name!r} of {type(part).__name__} is replaced by another shape or dtype",
-                    "keep its shape and dtype",
+                    f"buffer {name!r} of {type(part).__name__} is replaced, and a function reads the one before",
+                    "change it in place, as by copy_",
                 )
-            buffer.detach().copy_(value.detach())
-        part._buffers[name] = buffer
+            if buffer is not None and value is not None:
+                if (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+                    raise refusal(
+                        f"buffer {name!r} of {type(part).__name__} is replaced by another shape or dtype",
+                        "keep its shape and dtype",
+                    )
+                buffer.detach().copy_(value.detach())
+            part._buffers[name] = buffer
 
 
 def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import _reduction
 
 from jaxtrain.torch_import.capture.packed import PACKED
@@ -169,6 +170,16 @@ def _batch_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
 _forward = torch.nn.modules.batchnorm._BatchNorm.forward
 
 
+def _item(self: torch.Tensor) -> Any:
+    """`Tensor.item`; a floating-point number without a value as a tensor, with which operations compute the same."""
+    if isinstance(self, FakeTensor) and self.constant is None and self.is_floating_point() and self.numel() == 1:
+        return self.detach().reshape(())
+    return _number(self)
+
+
+_number = torch.Tensor.item
+
+
 def _gradient(*_: Any, **__: Any) -> Any:
     stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
     raise refusal(
@@ -196,6 +207,7 @@ FUNCTIONS: tuple[tuple[Any, str, Any], ...] = (
     (torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
     (torch.nn.Module, "_apply", _converted),
     (torch.Tensor, "fill_diagonal_", _fill_diagonal_),
+    (torch.Tensor, "item", _item),
     (torch.Tensor, "data", _Data()),
     (torch.autograd, "grad", _gradient),
     (torch.nn.modules.batchnorm._BatchNorm, "forward", _batch_norm),

@@ -1,6 +1,5 @@
 """A module without its weights, to be captured for any shapes and dtypes."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture.copying import Copy, Memory, copied, own_tensors
+from jaxtrain.torch_import.capture.placing import Originals, originals_of
 from jaxtrain.torch_import.graph import dtype_of
 from jaxtrain.torch_import.ops.int64 import holds_int64
 from jaxtrain.torch_import.refusals import first_line, refusal
@@ -24,11 +25,15 @@ class Structure(NamedTuple):
       module: A copy whose parameters and buffers are fake tensors.
       mode: The mode they belong to.
       aliases: First name of each parameter, by each of its names: tied weights have several.
+      originals: Parts and tensors of the module that was imported, which the copy must not read.
+      shared: Buffers that share memory with another, by name.
     """
 
     module: torch.nn.Module
     mode: FakeTensorMode
     aliases: dict[str, str]
+    originals: Originals
+    shared: dict[str, str]
 
 
 def structure_of(module: torch.nn.Module) -> Structure:
@@ -42,30 +47,54 @@ def structure_of(module: torch.nn.Module) -> Structure:
     if any(torch.nn.parameter.is_lazy(x) for x in (*module.parameters(), *module.buffers())):
         raise refusal(f"{type(module).__name__} has lazy parameters", "call it once before the import")
     _refuse_hooks(module)
+    shared = _shared_buffers(module)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        copied = _copy_of(module, mode)
+        copy = _copy_of(module, mode)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"{type(module).__name__} cannot be copied: {first_line(error)}") from error
     first: dict[int, str] = {}
     names = module.named_parameters(remove_duplicate=False)
-    return Structure(copied, mode, {name: first.setdefault(id(param), name) for name, param in names})
+    aliases = {name: first.setdefault(id(param), name) for name, param in names}
+    return Structure(copy.module, mode, aliases, originals_of(module), shared)
 
 
-def _copy_of(module: torch.nn.Module, mode: FakeTensorMode, dtype: str | None = None) -> torch.nn.Module:
+def _copy_of(module: torch.nn.Module, mode: FakeTensorMode, dtype: str | None = None) -> Copy:
     """Return a copy with fake parameters and buffers, the floating-point ones in a dtype as by `module.to(dtype)`."""
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         to = getattr(torch, dtype) if dtype is not None and tensor.is_floating_point() else tensor.dtype
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=to, device="cpu")
 
-    memo: dict[int, Any] = {}
+    def computed(tensor: torch.Tensor) -> torch.Tensor:
+        with mode, torch.enable_grad():
+            return fake(tensor).requires_grad_().clone()
+
     with mode:
-        for param in module.parameters():
-            memo[id(param)] = torch.nn.Parameter(fake(param), requires_grad=param.requires_grad)
-        for buffer in module.buffers():
-            memo[id(buffer)] = fake(buffer)
-    return copy.deepcopy(module, memo)
+        tensors: dict[str, torch.Tensor] = {
+            name: torch.nn.Parameter(fake(x), requires_grad=x.requires_grad) for name, x in module.named_parameters()
+        }
+        tensors |= {name: fake(x) for name, x in module.named_buffers()}
+    return copied(module, tensors, computed)
+
+
+def _shared_buffers(module: torch.nn.Module) -> dict[str, str]:
+    """Return the buffers that share memory with another, by name, and refuse parameters that do."""
+    tensors = own_tensors(module)
+    for name, x in tensors.items():
+        if x.layout != torch.strided:
+            raise refusal(f"{name!r} is a sparse tensor", "store it as a dense one, x.to_dense()")
+    shared: dict[str, str] = {}
+    for name, other in Memory(tensors).shared():
+        if isinstance(tensors[name], torch.nn.Parameter) or isinstance(tensors[other], torch.nn.Parameter):
+            raise refusal(
+                f"{name!r} and {other!r} are two tensors in the same memory",
+                f"make them one, as by self.{other} = self.{name}",
+            )
+        shared |= {name: other, other: name}
+    return shared
 
 
 def _refuse_hooks(module: torch.nn.Module) -> None:
@@ -77,13 +106,17 @@ def _refuse_hooks(module: torch.nn.Module) -> None:
             raise refusal(f"parameter {name!r} has a gradient hook", "remove it before the import")
 
 
-def in_mode(structure: Structure, train: bool, dtype: str | None) -> torch.nn.Module:
-    """Return the module in training or evaluation mode, with its floating-point tensors in a dtype.
+def in_mode(structure: Structure, train: bool, dtype: str | None) -> Copy:
+    """Return a copy of the module in training or evaluation mode, with its floating-point tensors in a dtype.
 
     A module that was given in training mode keeps the modes of its parts, such as a frozen BatchNorm in evaluation.
     """
-    module = _copy_of(structure.module, structure.mode, dtype)
-    return module.eval() if not train else module if module.training else module.train()
+    copy = _copy_of(structure.module, structure.mode, dtype)
+    if not train:
+        copy.module.eval()
+    elif not copy.module.training:
+        copy.module.train()
+    return copy
 
 
 def filled(structure: Structure, tensors: Mapping[str, Any]) -> torch.nn.Module:
@@ -93,14 +126,19 @@ def filled(structure: Structure, tensors: Mapping[str, Any]) -> torch.nn.Module:
         array = np.asarray(tensors[name])
         # NumPy has no bfloat16; float32 holds all its values.
         low = jnp.issubdtype(array.dtype, np.floating) and array.dtype.itemsize == 2
-        return torch.tensor(array.astype(np.float32) if low else array).to(like.dtype)
+        given = torch.tensor(array.astype(np.float32) if low else array)
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(given)
 
-    memo: dict[int, Any] = {}
-    for name, param in structure.module.named_parameters():
-        memo[id(param)] = torch.nn.Parameter(tensor(name, param), requires_grad=param.requires_grad)
-    for name, buffer in structure.module.named_buffers():
-        memo[id(buffer)] = tensor(name, buffer)
-    return copy.deepcopy(structure.module, memo)
+    def computed(like: torch.Tensor) -> torch.Tensor:
+        # The first call computes it again; no value is kept until then.
+        return torch.full(like.shape, torch.nan, dtype=like.dtype)
+
+    new: dict[str, torch.Tensor] = {
+        name: torch.nn.Parameter(tensor(name, x), requires_grad=x.requires_grad)
+        for name, x in structure.module.named_parameters()
+    }
+    new |= {name: tensor(name, x) for name, x in structure.module.named_buffers()}
+    return copied(structure.module, new, computed).module
 
 
 def persistent_buffers(structure: Structure) -> list[str]:
