@@ -1,7 +1,8 @@
 """A module without its weights, to be captured for any shapes and dtypes."""
 
 import copy
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,11 +25,13 @@ class Structure(NamedTuple):
       module: A copy whose parameters and buffers are fake tensors.
       mode: The mode they belong to.
       aliases: First name of each parameter, by each of its names: tied weights have several.
+      own: Returns the module itself, while it exists.
     """
 
     module: torch.nn.Module
     mode: FakeTensorMode
     aliases: dict[str, str]
+    own: Callable[[], torch.nn.Module | None]
 
 
 def structure_of(module: torch.nn.Module) -> Structure:
@@ -49,7 +52,8 @@ def structure_of(module: torch.nn.Module) -> Structure:
         raise UserError(f"{type(module).__name__} cannot be copied: {first_line(error)}") from error
     first: dict[int, str] = {}
     names = module.named_parameters(remove_duplicate=False)
-    return Structure(copied, mode, {name: first.setdefault(id(param), name) for name, param in names})
+    aliases = {name: first.setdefault(id(param), name) for name, param in names}
+    return Structure(copied, mode, aliases, weakref.ref(module))
 
 
 def _copy_of(module: torch.nn.Module, mode: FakeTensorMode, dtype: str | None = None) -> torch.nn.Module:
@@ -112,6 +116,12 @@ def persistent_buffers(structure: Structure) -> list[str]:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return NumPy's name of a dtype."""
     return str(dtype).removeprefix("torch.")
+
+
+def captured_dtype(dtype: str) -> torch.dtype:
+    """Return the dtype of an input of a capture: integers have PyTorch's default."""
+    found: torch.dtype = torch.int64 if dtype in ("int32", "int64", "uint32") else getattr(torch, dtype)
+    return found
 
 
 def as_array(x: Any) -> Any:
