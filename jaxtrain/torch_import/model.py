@@ -322,15 +322,15 @@ def from_torch(
     """Import a PyTorch module as a pure function that can be trained.
 
     The module is captured by `torch.export`, in training and in evaluation mode, and evaluated by JAX's operations with
-    PyTorch's gradients. A capture that computes something else than the module itself, on other parameters and inputs, is
-    refused. The weights are copied. Of a module on the "meta" device `params` has shapes and dtypes only.
+    PyTorch's gradients. A capture that computes something else than the module itself, on other parameters and inputs,
+    is refused. The weights are copied. Of a module on the "meta" device `params` has shapes and dtypes only.
 
     Args:
       module: The module, which is not modified, or a folder of a model of `transformers`, which loads it in float32 and
         without code from the folder.
       example_batch: Arrays or tensors that the module takes: a dict of keyword arguments, a tuple of positional ones,
-        or one array. Captures depend on its shapes and dtypes alone; the module must accept it. Python numbers, flags and strings in a dict are constants of the
-        model, which batches leave out.
+        or one array. Captures depend on its shapes and dtypes alone; the module must accept it. Python numbers, flags
+        and strings in a dict are constants of the model, which batches leave out.
       call: From (module, batch of tensors) to the result, for a module that takes the batch in another way.
       ops: JAX functions of operations that have none here, by overload, as in `{"mylib::op.default": fn}`.
       unroll: Whether each layer has its own parameters and operations. By default, consecutive layers of a `ModuleList`

@@ -233,7 +233,7 @@ class Normalized(nn.Module):
             x = x * 0
         x = F.dropout1d(self.frozen(self.c(self.b(self.a(x)))), 0.3, self.training)
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
-        return F.rrelu(x, training=self.training) + F.gumbel_softmax(x, dim=1)
+        return F.rrelu(x, training=self.training) + (F.gumbel_softmax(x, dim=1) if self.training else x.softmax(1))
 
 
 class Recurrent(nn.Module):
@@ -290,6 +290,24 @@ def test_a_random_network_is_imported(seed: int) -> None:
     model(model.params, np.ones((4, 6), np.float32), None, model.state)
 
 
+def test_a_first_call_that_is_another_one_is_refused() -> None:
+    class Started(nn.Linear):
+        started = False
+
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.started:
+                self.mean.copy_(x.mean(0) * 2)
+                self.started = True
+            return super().forward(x - self.mean)
+
+    with pytest.raises(UserError, match=r"is another one than PyTorch's.*\(test_agreement"):
+        from_torch(Started(), X)
+
+
 def test_a_hook_on_a_tensor_is_refused() -> None:
     class Hooked(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -305,9 +323,7 @@ def test_another_gradient_than_pytorchs_is_refused() -> None:
     class Scaled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = super().forward(x)
-            if y.grad_fn is not None and not torch.compiler.is_compiling():
-                y = Doubled.apply(y.round())
-            return y.round()
+            return y.round() if torch.compiler.is_compiling() else Doubled.apply(y)
 
     with pytest.raises(UserError, match=r"the gradient of '(weight|bias)' is another one"):
         from_torch(Scaled(3, 3), X)

@@ -91,6 +91,7 @@ class Comparison(NamedTuple):
       leaves: Tensors of a batch that the module can be called with.
       train: Whether the program is that of the training mode.
       reached: What the module reaches, which is left as it was.
+      device: Where the module is.
     """
 
     program: Program
@@ -99,6 +100,7 @@ class Comparison(NamedTuple):
     leaves: Sequence[torch.Tensor]
     train: bool
     reached: Sequence[Any]
+    device: torch.device
 
     @contextlib.contextmanager
     def on(self, weights: bool, inputs: bool) -> Iterator[Sequence[torch.Tensor]]:
@@ -113,6 +115,9 @@ class Comparison(NamedTuple):
             random = torch.Generator().manual_seed(_SEED)
             if weights:
                 _change_weights(self.module, random)
+            # The second call is compared: a first one may start a state that no buffer has.
+            with contextlib.suppress(Exception):
+                self._called(self.leaves)
             yield _other_inputs(self.leaves, random) if inputs else self.leaves
 
     @property
@@ -123,19 +128,24 @@ class Comparison(NamedTuple):
     def theirs(self, leaves: Sequence[torch.Tensor]) -> Results:
         """Return what the module computes."""
         params = _params(self.module)
-        torch.manual_seed(_SEED)
-        structure, outputs = self.run(self.module, [x.clone() for x in leaves])
+        structure, outputs = self._called(leaves)
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         return _results(structure, outputs, buffers, self._trained(params))
 
-    def ours(self, leaves: Sequence[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> Results:
+    def _called(self, leaves: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+        torch.manual_seed(_SEED)
+        return self.run(self.module, [x.clone() for x in leaves])
+
+    def ours(
+        self, leaves: Sequence[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+    ) -> Results:
         """Return what the program computes, of changed operands."""
         exported, own = self.program.exported, _params(self.module)
         by_id = {id(x): change(x.detach()).requires_grad_(x.requires_grad) for x in own.values()}
         params = {name: by_id[id(x)] for name, x in own.items()}
         own = dict(self.module.named_buffers(remove_duplicate=False))
-        by_id = {id(x): change(x.detach()) for x in own.values()}
-        inputs, given = map(change, leaves), []
+        by_id = {id(x): change(x.detach()).clone() for x in own.values()}
+        inputs, given = (change(x).clone() for x in leaves), []
         nodes = exported.graph_module.graph.find_nodes(op="placeholder")
         for spec, node in zip(exported.graph_signature.input_specs, nodes, strict=True):
             name, kind = (spec.target or "").removeprefix("module."), spec.kind.name
@@ -150,7 +160,7 @@ class Comparison(NamedTuple):
                 value = value.clone() if isinstance(value, torch.Tensor) else value
             given.append(value)
         torch.manual_seed(_SEED)
-        outputs = evaluated(exported, given, self.program.calls)
+        outputs = evaluated(exported, given, self.program.calls, self.device)
         buffers = {name: by_id[id(x)] for name, x in own.items()}
         return _results(self.program.result, outputs, buffers, self._trained(params))
 
@@ -175,7 +185,9 @@ def refuse_disagreement(program: Program, beside: Beside, run: Run, train: bool)
     module = beside.module
     if any(x.is_meta for x in (*module.parameters(), *module.buffers())):
         return
-    sides = Comparison(program, module, run, beside.leaves, train, reached_by(module, beside.call))
+    device = next((x.device for x in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    leaves = [x.to(device) for x in beside.leaves]
+    sides = Comparison(program, module, run, leaves, train, reached_by(module, beside.call), device)
     with quiet(), torch.compiler.set_stance("force_eager"), torch.enable_grad():
         for values in _VALUES:
             if _is_compared(sides, values):
@@ -187,7 +199,7 @@ def _is_compared(sides: Comparison, values: tuple[bool, bool]) -> bool:
     # A rate of 0 draws from the global ones without effect.
     generators = sides.generators if sides.program.draws else sides.generators[: -len(GLOBAL)]
     with sides.on(*values) as leaves:
-        ours = _result_or_error(lambda: sides.ours(leaves, torch.clone))
+        ours = _result_or_error(lambda: sides.ours(leaves))
         before = [x.state for x in generators]
         theirs = _result_or_error(lambda: sides.theirs(leaves))
         drawn = [x for x, state in zip(generators, before, strict=True) if not same_state(x.state, state)]
@@ -202,7 +214,11 @@ def _is_compared(sides: Comparison, values: tuple[bool, bool]) -> bool:
         ) from theirs
     if drawn:
         source = _line_that_draws(sides, values, drawn)
-        raise refusal("random numbers that are not PyTorch's would be drawn once", "use torch.rand or dropout", source)
+        raise refusal(
+            "forward draws from a generator of its own, of Python or of NumPy, which would be drawn from once",
+            "use torch.rand or dropout",
+            source,
+        )
     if isinstance(ours, Exception):
         raise refusal(
             f"{type(sides.module).__name__} cannot be captured: {first_line(ours)}",
@@ -270,12 +286,15 @@ def _results(
 
 
 def _gradients(outputs: Sequence[torch.Tensor], trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the gradients of a sum of the outputs with a weight for each element."""
+    """Return the gradients of a sum of the outputs with a weight for each element, where PyTorch has them."""
     terms = [_weighted(y) for y in outputs if y.requires_grad]
     if not terms or not trained:
         return {name: torch.zeros_like(x) for name, x in trained.items()}
     unique = {id(x): x for x in trained.values()}
-    found = torch.autograd.grad(sum(terms), [*unique.values()], allow_unused=True)  # type: ignore[arg-type]
+    try:
+        found = torch.autograd.grad(sum(terms), [*unique.values()], allow_unused=True)  # type: ignore[arg-type]
+    except RuntimeError:  # PyTorch has none: an operation in place changed what it needs
+        return {}
     grads = dict(zip(unique, found, strict=True))
     return {name: _dense(grads[id(x)], x) for name, x in trained.items()}
 
@@ -298,9 +317,11 @@ def _different(ours: Results, theirs: Results, rounded: Callable[[], Results]) -
       theirs: What the module computes.
       rounded: Computes what the program computes of operands that are changed by one rounding.
     """
-    if ours.structure != theirs.structure or ours.tensors.keys() != theirs.tensors.keys():
+    if ours.structure != theirs.structure:
         return "the structure of the result"
-    pairs = {name: (x, theirs.tensors[name]) for name, x in ours.tensors.items()}
+    if missing := [name for name in theirs.tensors if name not in ours.tensors]:
+        return missing[0]
+    pairs = {name: (ours.tensors[name], y) for name, y in theirs.tensors.items()}
     if other := [name for name, (x, y) in pairs.items() if x.shape != y.shape]:
         return f"the shape of {other[0]}"
     close = {name: _distance(x, y) for name, (x, y) in pairs.items()}
@@ -332,7 +353,7 @@ def _smallest(x: torch.Tensor) -> float:
 def _rounded(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor with each number changed by one rounding, up or down."""
     if not (x.is_floating_point() or x.is_complex()):
-        return x.clone()
+        return x
     signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(x.numel())) * 2 - 1
     return (x * (1 + torch.finfo(x.dtype).eps * signs.to(x.device))).to(x.dtype)
 
@@ -355,7 +376,8 @@ def _other_inputs(leaves: Sequence[torch.Tensor], random: torch.Generator) -> li
     lengths = {x.shape[0] if x.ndim else 0 for x in leaves}
     rows = [x.roll(1, 0) for x in leaves] if len(lengths) == 1 and 0 not in lengths else leaves
     return [
-        x * (1 - 0.1 * torch.rand(x.shape, generator=random)).to(x.dtype) if x.is_floating_point() else x for x in rows
+        x * (1 - 0.1 * torch.rand(x.shape, generator=random).to(x.device)).to(x.dtype) if x.is_floating_point() else x
+        for x in rows
     ]
 
 
@@ -462,7 +484,7 @@ def _first_other_line(sides: Comparison, values: tuple[bool, bool]) -> str:
     """Return the line of the module's first operation whose result the program does not compute."""
     with sides.on(*values) as leaves:
         with _Recorded() as ours:
-            _result_or_error(lambda: sides.ours(leaves, torch.clone))
+            _result_or_error(lambda: sides.ours(leaves))
         with _Recorded() as theirs:
             _result_or_error(lambda: sides.theirs(leaves))
     others = (x for x in theirs.operations if x.source and not any(map(x.equals, ours.operations)))

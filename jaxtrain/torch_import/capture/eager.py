@@ -4,35 +4,45 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 from jaxtrain.torch_import.capture.custom_gradients import Call
+from jaxtrain.torch_import.graph import CUSTOM
 
 _REDUCTIONS = ("none", "mean", "sum")
 
 
-def evaluated(exported: torch.export.ExportedProgram, given: Sequence[Any], calls: Sequence[Call]) -> list[Any]:
+def evaluated(
+    exported: torch.export.ExportedProgram, given: Sequence[Any], calls: Sequence[Call], device: torch.device
+) -> list[Any]:
     """Return the results of a program, whose operations in place change what it is given.
 
     Args:
       exported: The program, before its operations in place are replaced.
       given: A value for each input of its signature.
       calls: The calls of `torch.autograd.Function` in it.
+      device: Where new tensors are made; the program says the CPU.
     """
-    return list(_Evaluation(exported.graph_module, calls).run(*given))
+    return list(_Evaluation(exported.graph_module, calls, device).run(*given))
 
 
 class _Evaluation(torch.fx.Interpreter):
-    def __init__(self, module: torch.fx.GraphModule, calls: Sequence[Call]) -> None:
+    def __init__(self, module: torch.fx.GraphModule, calls: Sequence[Call], device: torch.device) -> None:
         super().__init__(module)
-        self._calls = calls
+        self._calls, self._device = calls, device
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is torch.ops.jaxtrain.custom_function.default:
+        if str(target) == CUSTOM:
             number, tensors = args
             return self._calls[number].applied(tensors)
         # The regions of `torch.no_grad` and `torch.autocast`.
-        args = tuple(_Evaluation(x, self._calls).run if isinstance(x, torch.fx.GraphModule) else x for x in args)
-        return _OURS.get(target, target)(*args, **kwargs)
+        args = tuple(self._region(x).run if isinstance(x, torch.fx.GraphModule) else x for x in args)
+        if self._device.type != "cpu":
+            args, kwargs = _pytree.tree_map_only(torch.device, lambda _: self._device, (args, kwargs))
+        return _OURS.get(str(target), target)(*args, **kwargs)
+
+    def _region(self, module: torch.fx.GraphModule) -> "_Evaluation":
+        return _Evaluation(module, self._calls, self._device)
 
 
 def _ctc_loss(
@@ -65,11 +75,11 @@ def _same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-_OURS: dict[Any, Callable[..., Any]] = {
-    torch.ops.jaxtrain.ctc_loss.default: _ctc_loss,
-    torch.ops.jaxtrain.packed_rnn.default: _packed_rnn,
-    torch.ops.jaxtrain.float32.default: _same,
-    torch.ops.jaxtrain.begin_float32.default: _same,
-    torch.ops.jaxtrain.end_float32.default: _same,
+_OURS: dict[str, Callable[..., Any]] = {
+    "jaxtrain.ctc_loss.default": _ctc_loss,
+    "jaxtrain.packed_rnn.default": _packed_rnn,
+    "jaxtrain.float32.default": _same,
+    "jaxtrain.begin_float32.default": _same,
+    "jaxtrain.end_float32.default": _same,
 }
 """What our own operations compute."""

@@ -3,6 +3,7 @@
 import functools
 import random
 import sysconfig
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -49,6 +50,8 @@ def _parts(value: Any) -> Iterable[Any]:
         return _contents(value)
     if isinstance(value, type):
         return () if is_library(_file_of(value)) else (*vars(value).values(), *value.__bases__)
+    if isinstance(value, weakref.ProxyTypes):
+        return ()
     is_object = isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, torch.Tensor)
     return (vars(value), type(value)) if is_object else ()
 

@@ -18,17 +18,13 @@ Undo = Callable[[], None]
 def restored(values: Sequence[Any]) -> Iterator[None]:
     """Restore tensors, containers, arrays and random numbers, those of PyTorch, Python and NumPy too, on exit."""
     tensors = [x for x in values if isinstance(x, torch.Tensor)]
-    undo = [*map(_contents, values), *map(_requires_grad, tensors), *map(_bytes, memory_of(tensors, torch.uint8))]
-    generators = [*GLOBAL, *generators_in(values)]
-    states = [x.state for x in generators]
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            for step in undo:
-                step()
-            for generator, state in zip(generators, states, strict=True):
-                generator.state = state
+    with contextlib.ExitStack() as undo, torch.random.fork_rng():
+        for generator in (*GLOBAL, *generators_in(values)):
+            undo.callback(setattr, generator, "state", generator.state)
+        # In the reverse order: memory first.
+        for step in (*map(_contents, values), *map(_gradient, tensors), *map(_bytes, memory_of(tensors, torch.uint8))):
+            undo.callback(step)
+        yield
 
 
 def memory_of(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
@@ -88,12 +84,15 @@ def _cell(cell: CellType) -> Undo:
     return undo
 
 
-def _requires_grad(tensor: torch.Tensor) -> Undo:
-    before = tensor.requires_grad
+def _gradient(tensor: torch.Tensor) -> Undo:
+    """Return a function that sets whether a tensor has a gradient to what it is now."""
+    requires_grad, is_leaf = tensor.requires_grad, tensor.is_leaf
 
     def undo() -> None:
-        if tensor.requires_grad != before:
-            tensor.requires_grad_(before)
+        if is_leaf and not tensor.is_leaf:
+            tensor.detach_()
+        if tensor.requires_grad != requires_grad:
+            tensor.requires_grad_(requires_grad)
 
     return undo
 
