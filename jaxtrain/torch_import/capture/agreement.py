@@ -225,9 +225,12 @@ def _is_compared(sides: Comparison, values: tuple[bool, bool]) -> bool:
             "import a part of the module without it",
             _source(ours.__traceback__),
         ) from ours
-    with sides.on(*values) as leaves:
-        different = _different(ours, theirs, lambda: sides.ours(leaves, _rounded))
-    if different:
+
+    def rounded() -> Results:
+        with sides.on(*values) as leaves:
+            return sides.ours(leaves, _rounded)
+
+    if different := _different(ours, theirs, rounded):
         raise _disagreement(sides, values, ours, different)
     return True
 
