@@ -109,8 +109,8 @@ def filled(structure: Structure, tensors: Mapping[str, Any]) -> torch.nn.Module:
 
 def persistent_buffers(structure: Structure) -> list[str]:
     """Return the names of the buffers that `state_dict()` contains."""
-    module = structure.module
-    return [name for name, _ in module.named_buffers() if name in module.state_dict()]
+    saved = structure.module.state_dict()
+    return [name for name, _ in structure.module.named_buffers() if name in saved]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
