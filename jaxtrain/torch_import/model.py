@@ -23,7 +23,7 @@ from jaxtrain.torch_import.saved import save
 if TYPE_CHECKING:
     import torch
 
-    from jaxtrain.torch_import.capture import Structure
+    from jaxtrain.torch_import.capture import Beside, Structure
     from jaxtrain.torch_import.graph import Captured
     from jaxtrain.torch_import.source import Pass
     from parity import Case
@@ -70,6 +70,7 @@ class ImportedModel(GraphModel):
         params = {name: tensors[name] for name in structure.aliases.values()}
         shapes: Any = {name: shape_of(x) for name, x in params.items()}
         key = self._key(shapes, self.example, train=True)
+        self._dtype, self._compared = key.dtype, set[bool]()
         plain = self._exported(key)
         self._frozen_tensors |= without_gradient(plain.graph)
         self._changed = frozenset(plain.graph.state)
@@ -248,8 +249,12 @@ class ImportedModel(GraphModel):
         evaluated = looped._replace(graph=with_recomputed_formulas(looped.graph, chosen))
         return evaluated, Pass(looped.graph, looped.origins, {**self._buffers, **looped.constants}, found)
 
+    @property
+    def _has_no_weights(self) -> bool:
+        return any(isinstance(x, jax.ShapeDtypeStruct) for x in (*self.params.values(), *self._buffers.values()))
+
     def _require_weights(self) -> None:
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in (*self.params.values(), *self._buffers.values())):
+        if self._has_no_weights:
             raise UserError('the module has no weights, it is on the "meta" device: import one with weights')
 
     def _capture(self, params: Params, batch: Any, *, train: bool) -> "Captured":
@@ -269,10 +274,24 @@ class ImportedModel(GraphModel):
             train=key.train,
             dtype=key.dtype,
             ops=frozenset(self._ops),
+            beside=self._beside(key),
         )
+        self._compared |= {key.train} if key.dtype == self._dtype else set()
         constants = {**self._buffers, **captured.constants}
         graph = with_grouped_queries(with_causal_attention(captured.graph, constants, self._ops), self._ops)
         return captured._replace(graph=with_int64(graph, constants, self._ops))
+
+    def _beside(self, key: Key) -> "Beside | None":
+        """Return the module and the example, for the first capture of each mode."""
+        from jaxtrain.torch_import.capture import Beside, example_tensors
+
+        if key.train in self._compared or key.dtype != self._dtype:
+            return None
+        leaves = example_tensors(jax.tree.leaves(self._chosen(self.example)), key.specs)
+        module = self._structure.own()
+        if leaves is None or (module is None and self._has_no_weights):
+            return None
+        return Beside(module or self.to_torch(), self.call, leaves)
 
     def _finished(self, exported: "Captured") -> "Captured":
         """Return a graph that takes the stacked parameters, has channels last and computes cheap formulas again."""
@@ -303,14 +322,15 @@ def from_torch(
     """Import a PyTorch module as a pure function that can be trained.
 
     The module is captured by `torch.export`, in training and in evaluation mode, and evaluated by JAX's operations with
-    PyTorch's gradients. Its weights are copied. Of a module on the "meta" device `params` has shapes and dtypes only.
+    PyTorch's gradients. A capture that computes something else than the module itself, on other parameters and inputs,
+    is refused. The weights are copied. Of a module on the "meta" device `params` has shapes and dtypes only.
 
     Args:
       module: The module, which is not modified, or a folder of a model of `transformers`, which loads it in float32 and
         without code from the folder.
       example_batch: Arrays or tensors that the module takes: a dict of keyword arguments, a tuple of positional ones,
-        or one array. Only shapes and dtypes matter. Python numbers, flags and strings in a dict are constants of the
-        model, which batches leave out.
+        or one array. Captures depend on its shapes and dtypes alone; the module must accept it. Python numbers, flags
+        and strings in a dict are constants of the model, which batches leave out.
       call: From (module, batch of tensors) to the result, for a module that takes the batch in another way.
       ops: JAX functions of operations that have none here, by overload, as in `{"mylib::op.default": fn}`.
       unroll: Whether each layer has its own parameters and operations. By default, consecutive layers of a `ModuleList`
@@ -321,7 +341,8 @@ def from_torch(
       The model, with its parameters.
 
     Raises:
-      UserError: The module cannot be imported: its control flow depends on values, an operation has no JAX counterpart.
+      UserError: The module cannot be imported: its control flow depends on values, an operation has no JAX counterpart,
+        its capture computes something else.
 
     Example:
       >>> import torch

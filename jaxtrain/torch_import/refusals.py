@@ -16,7 +16,7 @@ def source_line(stack_trace: str | None) -> str:
     ''
     """
     frames = [match.groupdict() for match in _FRAME.finditer(stack_trace or "")]
-    own = [frame for frame in frames if not _is_internal(frame["file"])]
+    own = [frame for frame in frames if not is_internal(frame["file"])]
     # Of a module that consists of PyTorch's own parts alone, the line in one of these.
     own = own or [frame for frame in frames if "/torch/nn/" in frame["file"]]
     if not own:
@@ -35,6 +35,6 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _is_internal(file: str) -> bool:
+def is_internal(file: str) -> bool:
     """Return whether a file is PyTorch's or one of these, through which `torch.autograd.Function` is called."""
     return "/torch/" in file or "/jaxtrain/torch_import/" in file or file.startswith("<")

@@ -10,6 +10,10 @@ finite     checks for finite numbers
 in_float64 code that asks for float32, in float64
 attributes what forward assigns besides buffers
 export     the capture
+agreement  the captured program beside the module itself
+eager      programs that PyTorch evaluates
+reached    what a module reaches besides its parts
+restored   a module that is left as it was found
 no_grad    regions without gradient
 autocast   conversions to float32 and regions without autocast
 pretrained models of transformers in folders
@@ -19,6 +23,7 @@ convert    PyTorch's graph to ours
 origins    where operations come from
 """
 
+from jaxtrain.torch_import.capture.agreement import Beside, example_tensors
 from jaxtrain.torch_import.capture.causal_lm import (
     adaptable_weights,
     empty_causal_lm,
@@ -41,12 +46,14 @@ from jaxtrain.torch_import.capture.structure import (
 )
 
 __all__ = [
+    "Beside",
     "Structure",
     "adaptable_weights",
     "as_array",
     "as_arrays",
     "capture",
     "empty_causal_lm",
+    "example_tensors",
     "filled",
     "logits_of",
     "model_tensors",

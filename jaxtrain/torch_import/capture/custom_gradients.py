@@ -116,11 +116,14 @@ class Call:
             "gradients": tuple(_names(self.function.backward, self.outputs + 1, "grad")[1:]),
         }
 
+    def applied(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the outputs of PyTorch's own call."""
+        result = self.function.apply(*self._arguments(tensors))
+        return [result] if isinstance(result, torch.Tensor) else list(result)
+
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the outputs, then the tensors that `backward` needs."""
-        args = list(self._others)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            args[place] = tensor
+        args = self._arguments(tensors)
         context = _Context(tuple(place in self._places for place in range(len(args))))
         if self.function.setup_context is torch.autograd.function._SingleLevelFunction.setup_context:
             result = self.function.forward(context, *args)
@@ -136,6 +139,12 @@ class Call:
         self._named = [k for k, v in vars(context).items() if isinstance(v, torch.Tensor)]
         saved = [x for x in context.saved_tensors if x is not None]
         return tuple(x.clone() for x in (*outputs, *saved, *(getattr(context, name) for name in self._named)))
+
+    def _arguments(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        args = list(self._others)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            args[place] = tensor
+        return args
 
     def backward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the gradients, given what `forward` saved and the gradients of its floating-point outputs."""

@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree
 
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture.agreement import Beside, Program, refuse_disagreement
 from jaxtrain.torch_import.capture.attributes import attributes_of, changed, refuse_state
 from jaxtrain.torch_import.capture.autocast import Calls, calls_under_autocast, marked, without_marks_of_changed
 from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, source_of, spec_of
@@ -22,7 +23,7 @@ from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, 
 from jaxtrain.torch_import.capture.in_float64 import in_float64
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
 from jaxtrain.torch_import.capture.placing import Placing
-from jaxtrain.torch_import.capture.structure import Structure, in_mode
+from jaxtrain.torch_import.capture.structure import Structure, captured_dtype, in_mode
 from jaxtrain.torch_import.capture.tracing import tracing
 from jaxtrain.torch_import.graph import Captured, Graph, ModuleCall, Spec
 from jaxtrain.torch_import.ops import RANDOM, TABLE
@@ -39,6 +40,7 @@ def capture(
     train: bool,
     dtype: str | None,
     ops: frozenset[str],
+    beside: Beside | None = None,
 ) -> Captured:
     """Capture a forward pass.
 
@@ -49,6 +51,7 @@ def capture(
       train: Whether in training mode, else in evaluation mode.
       dtype: Dtype that floating-point parameters and buffers are converted to, as `module.to(dtype)`; None for none.
       ops: Overloads that have a function beyond the table.
+      beside: The module and the batch with which the captured program is compared; None compares nothing.
 
     Returns:
       The graph with its constants.
@@ -73,13 +76,21 @@ def capture(
         copy = in_mode(structure, train, dtype)
         return _Forward(copy.module, flat, Placing(copy, structure.originals))
 
-    def trace(module: _Forward, under_autocast: Calls | None) -> Captured:
-        with tracing(), recorded_calls() as calls, marked(under_autocast):
-            exported = _exported(module, given, known)
+    def run(module: torch.nn.Module, leaves: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+        tensors: list[torch.Tensor] = []
+        structure = _plain(call(module, leaves), tensors)
+        return structure, tensors
+
+    def trace(module: _Forward, under_autocast: Calls | None, beside: Beside | None) -> Captured:
+        with tracing() as traced, recorded_calls() as calls, marked(under_autocast):
+            program = _program(module, given)
+            exported = _decomposed(program, known)
         functions, origins = _custom_functions(exported, calls, module.placing, structure, known)
         captured = converted(exported, result, structure.aliases, known, functions)
         for name in captured.graph.state.keys() & structure.shared.keys():
             raise refusal(f"buffers {name!r} and {structure.shared[name]!r} share memory and change", "clone one")
+        if beside is not None:
+            refuse_disagreement(Program(program, result, calls, traced.draws), beside, run, train)
         return captured._replace(origins={**captured.origins, **origins})
 
     def traced() -> Captured:
@@ -87,11 +98,11 @@ def capture(
         under_autocast = (
             calls_under_autocast(partial(_run, forward(), given, structure)) if dtype == "float32" else None
         )
-        captured = trace(forward(), under_autocast)
+        captured = trace(forward(), under_autocast, beside)
         if assigned:
             again = forward()
-            run = partial(_run, again, given, structure)
-            refuse_state(captured, again.module, run, lambda: trace(again, under_autocast))
+            call_again = partial(_run, again, given, structure)
+            refuse_state(captured, again.module, call_again, lambda: trace(again, under_autocast, None))
         return captured
 
     given = _fakes(inputs, structure)
@@ -117,21 +128,24 @@ def _run(forward: "_Forward", leaves: tuple[torch.Tensor, ...], structure: Struc
 
 def _fakes(specs: Sequence[Spec], structure: Structure) -> tuple[torch.Tensor, ...]:
     with structure.mode:
-        return tuple(torch.empty(spec.shape, dtype=_captured_dtype(spec.dtype)) for spec in specs)
+        return tuple(torch.empty(spec.shape, dtype=captured_dtype(spec.dtype)) for spec in specs)
 
 
-def _exported(
-    module: torch.nn.Module, leaves: tuple[torch.Tensor, ...], known: Collection[str]
-) -> torch.export.ExportedProgram:
-    """Return the pure program of a module, of the operations that are known."""
+def _program(module: torch.nn.Module, leaves: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+    """Return the program of a module, with operations in place."""
     exported = torch.export.export(module, leaves, strict=False)
     detach_regions_without_gradient(exported)
     without_marks_of_changed(exported)
+    return exported
+
+
+def _decomposed(program: torch.export.ExportedProgram, known: Collection[str]) -> torch.export.ExportedProgram:
+    """Return the program of the operations that are known."""
     try:
-        return exported.run_decompositions(_decompositions(known))
+        return program.run_decompositions(_decompositions(known))
     except RuntimeError as error:
         if found := re.match(r"Constant (\S+) is mutated", str(error)):
-            raise _changed_constant(exported, found[1]) from error
+            raise _changed_constant(program, found[1]) from error
         raise
 
 
@@ -186,7 +200,7 @@ def _pass(
 ) -> tuple[Graph, Origins]:
     """Return the graph of a function of tensors, and where its operations come from."""
     module = _Forward(torch.nn.Module(), lambda _, leaves: fn(leaves), placing)
-    exported = _exported(module, _fakes(given, structure), known)
+    exported = _decomposed(_program(module, _fakes(given, structure)), known)
     places = tuple(Leaf(i) for i, _ in enumerate(exported.graph_signature.user_outputs))
     graph, constants, origins = converted(exported, places, {}, known, {})
     if constants or any(node.op in RANDOM for node in graph.nodes):
@@ -256,11 +270,6 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
             f"the module returns a {type(value).__name__}", "return tensors in dicts, tuples and lists, without caches"
         )
     return tuple(_plain(item, tensors) for item in node.flatten_fn(value)[0])
-
-
-def _captured_dtype(dtype: str) -> torch.dtype:
-    found: torch.dtype = torch.int64 if dtype in ("int32", "int64", "uint32") else getattr(torch, dtype)
-    return found
 
 
 def _decompositions(known: Collection[str]) -> Any:

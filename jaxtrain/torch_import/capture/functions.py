@@ -187,6 +187,15 @@ def _gradient(*_: Any, **__: Any) -> Any:
     )
 
 
+def _register_hook(self: torch.Tensor, hook: Any) -> Any:
+    stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
+    raise refusal(
+        "Tensor.register_hook inside forward, which a graph loses",
+        "change the gradient by an autograd.Function",
+        source_line(stack),
+    )
+
+
 class _Data:
     """`Tensor.data`: the tensor itself without its gradient, and an assignment to it."""
 
@@ -209,6 +218,7 @@ FUNCTIONS: tuple[tuple[Any, str, Any], ...] = (
     (torch.Tensor, "fill_diagonal_", _fill_diagonal_),
     (torch.Tensor, "item", _item),
     (torch.Tensor, "data", _Data()),
+    (torch.Tensor, "register_hook", _register_hook),
     (torch.autograd, "grad", _gradient),
     (torch.nn.modules.batchnorm._BatchNorm, "forward", _batch_norm),
     (torch.nn.modules.rnn, "_VF", PACKED),

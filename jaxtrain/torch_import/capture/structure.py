@@ -1,6 +1,7 @@
 """A module without its weights, to be captured for any shapes and dtypes."""
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ class Structure(NamedTuple):
       aliases: First name of each parameter, by each of its names: tied weights have several.
       originals: Parts and tensors of the module that was imported, which the copy must not read.
       shared: Buffers that share memory with another, by name.
+      own: Returns the module itself, while it exists.
     """
 
     module: torch.nn.Module
@@ -34,6 +36,7 @@ class Structure(NamedTuple):
     aliases: dict[str, str]
     originals: Originals
     shared: dict[str, str]
+    own: Callable[[], torch.nn.Module | None]
 
 
 def structure_of(module: torch.nn.Module) -> Structure:
@@ -58,7 +61,7 @@ def structure_of(module: torch.nn.Module) -> Structure:
     first: dict[int, str] = {}
     names = module.named_parameters(remove_duplicate=False)
     aliases = {name: first.setdefault(id(param), name) for name, param in names}
-    return Structure(copy.module, mode, aliases, originals_of(module), shared)
+    return Structure(copy.module, mode, aliases, originals_of(module), shared, weakref.ref(module))
 
 
 def _copy_of(module: torch.nn.Module, mode: FakeTensorMode, dtype: str | None = None) -> Copy:
@@ -143,13 +146,19 @@ def filled(structure: Structure, tensors: Mapping[str, Any]) -> torch.nn.Module:
 
 def persistent_buffers(structure: Structure) -> list[str]:
     """Return the names of the buffers that `state_dict()` contains."""
-    module = structure.module
-    return [name for name, _ in module.named_buffers() if name in module.state_dict()]
+    saved = structure.module.state_dict()
+    return [name for name, _ in structure.module.named_buffers() if name in saved]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return NumPy's name of a dtype."""
     return str(dtype).removeprefix("torch.")
+
+
+def captured_dtype(dtype: str) -> torch.dtype:
+    """Return the dtype of an input of a capture: integers have PyTorch's default."""
+    found: torch.dtype = torch.int64 if dtype in ("int32", "int64", "uint32") else getattr(torch, dtype)
+    return found
 
 
 def as_array(x: Any) -> Any:

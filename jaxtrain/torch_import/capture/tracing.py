@@ -1,9 +1,11 @@
 """How `torch.export` traces a module: quietly, with whole stack traces, without what a graph would silently lose."""
 
 import contextlib
+import functools
 import inspect
 import logging
 import random
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,23 +17,78 @@ import torch
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.finite import AssumedFinite
 from jaxtrain.torch_import.capture.functions import FUNCTIONS
-from jaxtrain.torch_import.refusals import refusal, source_line
+from jaxtrain.torch_import.capture.reached import GLOBAL, same_state
+from jaxtrain.torch_import.refusals import is_internal, refusal, source_line
+
+
+class Traced:
+    """What happened while a module was traced.
+
+    Attributes:
+      draws: Whether it drew from the global random numbers of Python and NumPy.
+    """
+
+    draws = False
 
 
 @contextlib.contextmanager
-def tracing() -> Iterator[None]:
-    """Trace as this module describes while entered."""
+def tracing() -> Iterator[Traced]:
+    """Trace as this module describes while entered.
+
+    Raises:
+      UserError: The module caught an error that only tracing raises.
+    """
     # Checks of values, which a graph cannot contain.
     unchecked = replaced(torch.distributions.Distribution, "_validate_args", False)
-    with _quiet(), _whole_stack_traces(), _without_python_randomness(), unchecked, contextlib.ExitStack() as patches:
+    traced, states = Traced(), [x.state for x in GLOBAL]
+    with quiet(), _whole_stack_traces(), _without_randomness(), unchecked, contextlib.ExitStack() as patches:
         for owner, name, function in FUNCTIONS:
             patches.enter_context(replaced(owner, name, function))
         patches.enter_context(AssumedFinite())
-        yield
+        errors = patches.enter_context(_errors_of_values())
+        yield traced
+    if errors:
+        raise errors[0]
+    traced.draws = not all(same_state(x.state, state) for x, state in zip(GLOBAL, states, strict=True))
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _errors_of_values() -> Iterator[list[UserError]]:
+    """List the errors of code that reads the value of a tensor, which it may catch to do something else."""
+    errors: list[UserError] = []
+
+    def reading(read: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(read)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return read(*args, **kwargs)
+            except Exception:
+                if not is_internal(sys._getframe(1).f_code.co_filename):
+                    stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
+                    errors.append(
+                        refusal(
+                            "a tensor's value is read within try, and while tracing there is none",
+                            "use torch.where in place of try",
+                            source_line(stack),
+                        )
+                    )
+                raise
+
+        return observed
+
+    with contextlib.ExitStack() as patches:
+        for owner in (torch.Tensor, torch.SymBool, torch.SymInt, torch.SymFloat):
+            for name in _READING:
+                if hasattr(owner, name):
+                    patches.enter_context(replaced(owner, name, reading(getattr(owner, name))))
+        yield errors
+
+
+_READING = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
     """Leave out the warnings and logs that `torch.export` writes about its own internals."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
@@ -59,29 +116,49 @@ def _whole_stack_traces() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_python_randomness() -> Iterator[None]:
-    """Refuse Python's and NumPy's random numbers, which would be drawn once, at the capture."""
-
-    def refusing(name: str) -> Callable[..., Any]:
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
-            error = refusal(
-                f"{name} would be drawn once, at the import", "use torch.rand or dropout", source_line(stack)
-            )
-            if (name in _UNIT and not args) or (name in _UNIFORM and args == (0, 1)):
-                return _Drawn(error)
-            raise error
-
-        return draw
-
+def _without_randomness() -> Iterator[None]:
+    """Refuse random numbers that would be drawn once, at the capture, and seeds, which a graph cannot contain."""
     with contextlib.ExitStack() as patches:
-        for module, label in ((random, "random"), (np.random, "numpy.random")):
-            for name in ("random", "randint", "uniform", "choice", "shuffle", "rand", "randn", "normal"):
-                if hasattr(module, name):
-                    patches.enter_context(replaced(module, name, refusing(f"{label}.{name}")))
+        for owner, label, names in _RANDOM:
+            for name in names:
+                patches.enter_context(replaced(owner, name, _refusing(getattr(owner, name), f"{label}.{name}")))
         yield
 
 
+def _refusing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    problem, remedy = f"{name} would be drawn once, at the import", "use torch.rand or dropout"
+    if name in _SEEDING:
+        problem, remedy = f"{name} inside forward", "seed before the run: a step has a key of its own"
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        if is_internal(sys._getframe(1).f_code.co_filename):
+            return function(*args, **kwargs)
+        stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
+        error = refusal(problem, remedy, source_line(stack))
+        if (name in _UNIT and not args) or (name in _UNIFORM and args == (0, 1)):
+            return _Drawn(error)
+        raise error
+
+    return draw
+
+
+def _functions(numbers: Any) -> list[str]:
+    """Return the names of the functions that draw random numbers."""
+    names = (name for name in dir(numbers) if not name.startswith("_") and name not in ("getstate", "get_state"))
+    return [name for name in names if callable(getattr(numbers, name))]
+
+
+_RANDOM: tuple[tuple[Any, str, list[str]], ...] = (
+    (random, "random", [name for name in _functions(random._inst) if hasattr(random, name)]),  # type: ignore[attr-defined]
+    (np.random, "numpy.random", [name for name in _functions(np.random.mtrand._rand) if hasattr(np.random, name)]),
+    (np.random, "numpy.random", ["default_rng"]),
+    (torch, "torch", ["manual_seed", "seed", "set_rng_state"]),
+    (torch.random, "torch.random", ["manual_seed", "seed", "set_rng_state", "fork_rng"]),
+)
+"""What draws or seeds random numbers."""
+_SEEDING = frozenset(
+    f"{label}.{name}" for owner, label, names in _RANDOM if label.startswith("torch") for name in names
+)
 _UNIT = ("random.random", "numpy.random.random", "numpy.random.rand", "numpy.random.uniform")
 _UNIFORM = ("random.uniform", "numpy.random.uniform")
 

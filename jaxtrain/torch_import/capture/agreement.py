@@ -1,0 +1,494 @@
+"""A captured program beside the user's own module, both run by PyTorch on values that the capture did not see.
+
+What `forward` reads or decides while it is captured is a constant of the program: random numbers of Python and NumPy,
+the time, whether it is traced, the fallback after an error that only tracing raises, a tensor that the capture did not
+follow. The module itself reads it again, untraced. So the two agree on other parameters, inputs and seeds, or the
+import is refused.
+"""
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jaxtrain.torch_import.capture.custom_gradients import Call
+from jaxtrain.torch_import.capture.eager import evaluated
+from jaxtrain.torch_import.capture.reached import (
+    GLOBAL,
+    Generator,
+    generators_in,
+    is_library,
+    reached_by,
+    same_state,
+)
+from jaxtrain.torch_import.capture.restored import memory_of, restored
+from jaxtrain.torch_import.capture.structure import captured_dtype
+from jaxtrain.torch_import.capture.tracing import quiet, replaced
+from jaxtrain.torch_import.graph import Spec
+from jaxtrain.torch_import.refusals import first_line, refusal, source_line
+
+Run = Callable[[torch.nn.Module, Sequence[torch.Tensor]], tuple[Any, list[torch.Tensor]]]
+"""From (module, tensors of a batch) to the structure of the result and its tensors."""
+
+_SEED = 6_180_339
+_VALUES = ((True, True), (True, False), (False, False))
+"""Whether parameters and inputs have other values. A module may reject some, and must take those of the example."""
+_LARGEST_BACKWARD = 1e10
+"""Products of a forward pass up to which gradients are compared as well, which takes seconds of a CPU."""
+_ROUNDING = 32
+"""How far the two may differ, in effects of one rounding of each operand: attention has other kernels while traced."""
+
+
+class Beside(NamedTuple):
+    """What a program is compared with.
+
+    Attributes:
+      module: The user's module.
+      call: The user's function that calls it.
+      leaves: Tensors of a batch that it can be called with.
+    """
+
+    module: torch.nn.Module
+    call: Any
+    leaves: Sequence[torch.Tensor]
+
+
+class Program(NamedTuple):
+    """A captured pass.
+
+    Attributes:
+      exported: PyTorch's program.
+      result: Structure of its results.
+      calls: The calls of `torch.autograd.Function` in it.
+      draws: Whether the capture drew from the global random numbers of Python and NumPy.
+    """
+
+    exported: torch.export.ExportedProgram
+    result: Any
+    calls: Sequence[Call]
+    draws: bool
+
+
+class Results(NamedTuple):
+    """What a pass computes: the structure of its result, and tensors by their names in messages."""
+
+    structure: Any
+    tensors: dict[str, torch.Tensor]
+
+
+class Comparison(NamedTuple):
+    """A program and the module that it was captured from.
+
+    Attributes:
+      program: The program.
+      module: The user's module.
+      run: Calls it.
+      leaves: Tensors of a batch that the module can be called with.
+      train: Whether the program is that of the training mode.
+      reached: What the module reaches, which is left as it was.
+      device: Where the module is.
+    """
+
+    program: Program
+    module: torch.nn.Module
+    run: Run
+    leaves: Sequence[torch.Tensor]
+    train: bool
+    reached: Sequence[Any]
+    device: torch.device
+
+    @contextlib.contextmanager
+    def on(self, weights: bool, inputs: bool) -> Iterator[Sequence[torch.Tensor]]:
+        """Give the module other weights and seeds, and return the batch or another one, while entered."""
+        with restored(self.reached):
+            if not self.train:
+                self.module.eval()
+            elif not self.module.training:
+                self.module.train()
+            for generator in self.generators:
+                generator.skip()
+            random = torch.Generator().manual_seed(_SEED)
+            if weights:
+                _change_weights(self.module, random)
+            # The second call is compared: a first one may start a state that no buffer has.
+            with contextlib.suppress(Exception):
+                self._called(self.leaves)
+            yield _other_inputs(self.leaves, random) if inputs else self.leaves
+
+    @property
+    def generators(self) -> list[Generator]:
+        """The random numbers that the module may draw from besides PyTorch's, its own first."""
+        return [*generators_in(self.reached), *GLOBAL]
+
+    def theirs(self, leaves: Sequence[torch.Tensor]) -> Results:
+        """Return what the module computes."""
+        params = _params(self.module)
+        structure, outputs = self._called(leaves)
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        return _results(structure, outputs, buffers, self._trained(params))
+
+    def _called(self, leaves: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+        torch.manual_seed(_SEED)
+        return self.run(self.module, [x.clone() for x in leaves])
+
+    def ours(
+        self, leaves: Sequence[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+    ) -> Results:
+        """Return what the program computes, of changed operands."""
+        exported, own = self.program.exported, _params(self.module)
+        by_id = {id(x): change(x.detach()).requires_grad_(x.requires_grad) for x in own.values()}
+        params = {name: by_id[id(x)] for name, x in own.items()}
+        own = dict(self.module.named_buffers(remove_duplicate=False))
+        by_id = {id(x): change(x.detach()).clone() for x in own.values()}
+        inputs, given = (change(x).clone() for x in leaves), []
+        nodes = exported.graph_module.graph.find_nodes(op="placeholder")
+        for spec, node in zip(exported.graph_signature.input_specs, nodes, strict=True):
+            name, kind = (spec.target or "").removeprefix("module."), spec.kind.name
+            if kind == "PARAMETER":
+                value = params[name].to(node.meta["val"].dtype)
+            elif kind == "BUFFER":
+                value = by_id[id(own[name])] = by_id[id(own[name])].to(node.meta["val"].dtype)
+            elif kind == "USER_INPUT":
+                value = next(inputs)
+            else:
+                value = exported.constants[spec.target]
+                value = value.clone() if isinstance(value, torch.Tensor) else value
+            given.append(value)
+        torch.manual_seed(_SEED)
+        outputs = evaluated(exported, given, self.program.calls, self.device)
+        buffers = {name: by_id[id(x)] for name, x in own.items()}
+        return _results(self.program.result, outputs, buffers, self._trained(params))
+
+    def _trained(self, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the parameters whose gradients are compared."""
+        compared = self.train and _products(self.program.exported) <= _LARGEST_BACKWARD
+        return {name: x for name, x in params.items() if x.requires_grad} if compared else {}
+
+
+def refuse_disagreement(program: Program, beside: Beside, run: Run, train: bool) -> None:
+    """Refuse a program that computes something else than the module which it was captured from.
+
+    Args:
+      program: The program.
+      beside: The module, which is left as it was, with a batch.
+      run: Calls it with tensors in their order.
+      train: Whether the program is that of the training mode.
+
+    Raises:
+      UserError: Results, gradients or buffers differ, or the module raises an error that the program does not.
+    """
+    module = beside.module
+    if any(x.is_meta for x in (*module.parameters(), *module.buffers())):
+        return
+    device = next((x.device for x in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    leaves = [x.to(device) for x in beside.leaves]
+    sides = Comparison(program, module, run, leaves, train, reached_by(module, beside.call), device)
+    with quiet(), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+        for values in _VALUES:
+            if _is_compared(sides, values):
+                return
+
+
+def _is_compared(sides: Comparison, values: tuple[bool, bool]) -> bool:
+    """Compare the two sides; return False if the module rejects values that are not the example's."""
+    # A rate of 0 draws from the global ones without effect.
+    generators = sides.generators if sides.program.draws else sides.generators[: -len(GLOBAL)]
+    with sides.on(*values) as leaves:
+        ours = _result_or_error(lambda: sides.ours(leaves))
+        before = [x.state for x in generators]
+        theirs = _result_or_error(lambda: sides.theirs(leaves))
+        drawn = [x for x, state in zip(generators, before, strict=True) if not same_state(x.state, state)]
+    if isinstance(theirs, Exception):
+        if any(values) or isinstance(ours, Exception):
+            return not any(values)  # PyTorch has no kernel, or the example is not one.
+        raise refusal(
+            f"{type(sides.module).__name__} raises {type(theirs).__name__}: {first_line(theirs)} on the example, which "
+            "its capture does not",
+            "give an example that it takes, and catch no errors around tensors",
+            _source(theirs.__traceback__),
+        ) from theirs
+    if drawn:
+        source = _line_that_draws(sides, values, drawn)
+        raise refusal(
+            "forward draws from a generator of its own, of Python or of NumPy, which would be drawn from once",
+            "use torch.rand or dropout",
+            source,
+        )
+    if isinstance(ours, Exception):
+        raise refusal(
+            f"{type(sides.module).__name__} cannot be captured: {first_line(ours)}",
+            "import a part of the module without it",
+            _source(ours.__traceback__),
+        ) from ours
+
+    def rounded() -> Results:
+        with sides.on(*values) as leaves:
+            return sides.ours(leaves, _rounded)
+
+    if different := _different(ours, theirs, rounded):
+        raise _disagreement(sides, values, ours, different)
+    return True
+
+
+def _disagreement(sides: Comparison, values: tuple[bool, bool], ours: Results, different: str) -> Exception:
+    with sides.on(*values) as leaves, _pretended_tracing():
+        traced = _result_or_error(lambda: sides.theirs(leaves))
+    source = _first_other_line(sides, values)
+    if isinstance(traced, Results) and not _different(ours, traced, lambda: ours):
+        return refusal(
+            f"{different} is another one while forward is traced", "decide without is_compiling and is_tracing", source
+        )
+    if different.startswith("the gradient"):
+        return refusal(
+            f"{different} is another one than PyTorch's",
+            "change gradients by an autograd.Function, without hooks",
+            source,
+        )
+    return refusal(
+        f"{different} is another one than PyTorch's: forward reads what would be a constant",
+        "make it an input, a parameter or a buffer, or draw it by torch.rand",
+        source,
+    )
+
+
+def example_tensors(arrays: Sequence[Any], specs: Sequence[Spec]) -> list[torch.Tensor] | None:
+    """Return the leaves of a batch as tensors of a capture's shapes and dtypes, repeated where it has more rows."""
+    if len(arrays) != len(specs) or any(np.ndim(x) != len(spec.shape) for x, spec in zip(arrays, specs, strict=True)):
+        return None
+    found = []
+    for array, spec in zip(map(np.asarray, arrays), specs, strict=True):
+        if any(have == 0 < wanted for have, wanted in zip(array.shape, spec.shape, strict=True)):
+            return None
+        for axis, (have, wanted) in enumerate(zip(array.shape, spec.shape, strict=True)):
+            array = array if have == wanted else np.take(array, np.arange(wanted) % have, axis)
+        # NumPy has no bfloat16; float32 holds all its values.
+        low = array.dtype.kind not in "biufc" or array.dtype == np.float16
+        found.append(torch.tensor(array.astype(np.float32) if low else array).to(captured_dtype(spec.dtype)))
+    return found
+
+
+def _params(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
+def _results(
+    structure: Any,
+    outputs: Sequence[torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    trained: Mapping[str, torch.Tensor],
+) -> Results:
+    tensors = {f"output {i}" if len(outputs) > 1 else "the output": x for i, x in enumerate(outputs)}
+    tensors |= {f"buffer {name!r}": x for name, x in buffers.items()}
+    tensors |= {f"the gradient of {name!r}": x for name, x in _gradients(outputs, trained).items()}
+    return Results(structure, {name: x.detach().clone() for name, x in tensors.items()})
+
+
+def _gradients(outputs: Sequence[torch.Tensor], trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the gradients of a sum of the outputs with a weight for each element, where PyTorch has them."""
+    terms = [_weighted(y) for y in outputs if y.requires_grad]
+    if not terms or not trained:
+        return {name: torch.zeros_like(x) for name, x in trained.items()}
+    unique = {id(x): x for x in trained.values()}
+    try:
+        found = torch.autograd.grad(sum(terms), [*unique.values()], allow_unused=True)  # type: ignore[arg-type]
+    except RuntimeError:  # PyTorch has none: an operation in place changed what it needs
+        return {}
+    grads = dict(zip(unique, found, strict=True))
+    return {name: _dense(grads[id(x)], x) for name, x in trained.items()}
+
+
+def _weighted(y: torch.Tensor) -> torch.Tensor:
+    parts = torch.view_as_real(y) if y.is_complex() else y
+    weights = torch.arange(1.0, 1.0 + parts.numel(), device=parts.device).cos().to(parts.dtype)
+    return (parts.reshape(-1) * weights).sum()
+
+
+def _dense(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like) if grad is None else grad.to_dense() if grad.layout != torch.strided else grad
+
+
+def _different(ours: Results, theirs: Results, rounded: Callable[[], Results]) -> str:
+    """Return the name of a tensor that differs beyond rounding; "" if none does.
+
+    Args:
+      ours: What the program computes.
+      theirs: What the module computes.
+      rounded: Computes what the program computes of operands that are changed by one rounding.
+    """
+    if ours.structure != theirs.structure:
+        return "the structure of the result"
+    if missing := [name for name in theirs.tensors if name not in ours.tensors]:
+        return missing[0]
+    pairs = {name: (ours.tensors[name], y) for name, y in theirs.tensors.items()}
+    if other := [name for name, (x, y) in pairs.items() if x.shape != y.shape]:
+        return f"the shape of {other[0]}"
+    close = {name: _distance(x, y) for name, (x, y) in pairs.items()}
+    if not (inexact := [name for name, distance in close.items() if distance > 0]):
+        return ""
+    reference = rounded()
+    for name in inexact:
+        x = ours.tensors[name]
+        if not close[name] <= _ROUNDING * max(_distance(x, reference.tensors[name]), _smallest(x)):
+            return name
+    return ""
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest distance of two elements; inf if only one of them is NaN."""
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs().nan_to_num(nan=torch.inf))
+    return float(apart.max()) if apart.numel() else 0.0
+
+
+def _smallest(x: torch.Tensor) -> float:
+    """Return one rounding of the largest number of a tensor."""
+    if not (x.is_floating_point() or x.is_complex()) or not x.numel():
+        return 0.0
+    return torch.finfo(x.dtype).eps * float(x.abs().nan_to_num(nan=0.0, posinf=0.0).max())
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with each number changed by one rounding, up or down."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return x
+    signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(x.numel())) * 2 - 1
+    return (x * (1 + torch.finfo(x.dtype).eps * signs.to(x.device))).to(x.dtype)
+
+
+def _change_weights(module: torch.nn.Module, random: torch.Generator) -> None:
+    """Change parameters and floating-point buffers in their memory, which others may share, in sign and zeros alike."""
+    params = memory_of(module.parameters())
+    known = {x.data_ptr() for x in params}
+    for memory in (*params, *memory_of(module.buffers())):
+        is_param = memory.data_ptr() in known
+        if memory.is_floating_point() or memory.is_complex():
+            drawn = torch.rand(memory.shape, generator=random).to(memory.device)
+            changed = memory * (1 - 0.25 * drawn)
+            # A parameter of 0, as of a new bias or adapter, would hide what it is multiplied by.
+            memory.copy_(torch.where(memory == 0, 0.1 * drawn, changed) if is_param else changed)
+
+
+def _other_inputs(leaves: Sequence[torch.Tensor], random: torch.Generator) -> list[torch.Tensor]:
+    """Return inputs like others: their rows in another order, floating-point numbers up to a tenth smaller."""
+    lengths = {x.shape[0] if x.ndim else 0 for x in leaves}
+    rows = [x.roll(1, 0) for x in leaves] if len(lengths) == 1 and 0 not in lengths else leaves
+    return [
+        x * (1 - 0.1 * torch.rand(x.shape, generator=random).to(x.device)).to(x.dtype) if x.is_floating_point() else x
+        for x in rows
+    ]
+
+
+def _products(exported: torch.export.ExportedProgram) -> float:
+    """Return about how many products with parameters a pass computes."""
+    names = {x.arg.name for x in exported.graph_signature.input_specs if x.kind.name == "PARAMETER"}
+    total = 0.0
+    for node in exported.graph_module.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, torch.Tensor):
+            weights = [x.meta["val"] for x in node.all_input_nodes if x.name in names]
+            total += value.numel() * sum(x.numel() / x.shape[0] for x in weights if x.ndim > 1 and x.numel())
+    return total
+
+
+def _result_or_error(run: Callable[[], Results]) -> Results | Exception:
+    try:
+        return run()
+    except Exception as error:  # any: of the user's code
+        return error
+
+
+def _source(frames: Any) -> str:
+    return source_line("".join(traceback.format_tb(frames)))
+
+
+def _stack() -> str:
+    """Return the lines of the user's code that are being executed for a side."""
+    frames = traceback.extract_stack()[:-2]
+    start = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
+    return source_line("".join(traceback.format_list(frames[start + 1 :])))
+
+
+@contextlib.contextmanager
+def _pretended_tracing() -> Iterator[None]:
+    """Tell a module that it is traced while entered."""
+    with contextlib.ExitStack() as patches:
+        for name in ("_is_compiling_flag", "_is_exporting_flag"):
+            patches.enter_context(replaced(torch.compiler, name, True))
+        patches.enter_context(replaced(torch.jit, "is_tracing", lambda: True))
+        yield
+
+
+def _line_that_draws(sides: Comparison, values: tuple[bool, bool], generators: Sequence[Generator]) -> str:
+    """Return the line of the user's code that changes the state of random numbers."""
+    found: list[traceback.FrameSummary] = []
+    previous: Any = None
+
+    def observe(frame: Any, event: str, _: Any) -> Any:
+        nonlocal previous
+        if is_library(frame.f_code.co_filename) or found:
+            return None
+        if previous is not None and not all(map(same_state, (x.state for x in generators), states)):
+            found.append(traceback.FrameSummary(*previous))
+            return None
+        code = frame.f_back if event == "return" else frame
+        previous = (code.f_code.co_filename, code.f_lineno, code.f_code.co_name)
+        return observe
+
+    with sides.on(*values) as leaves:
+        states, before = [x.state for x in generators], sys.gettrace()
+        sys.settrace(observe)
+        try:
+            _result_or_error(lambda: sides.theirs(leaves))
+        finally:
+            sys.settrace(before)
+    return source_line("".join(traceback.format_list(found)))
+
+
+class _Operation(NamedTuple):
+    """The result of an operation: its shape, two sums of its elements, and the line of the user's code."""
+
+    shape: tuple[int, ...]
+    total: float
+    size: float
+    source: str
+
+    def equals(self, other: "_Operation") -> bool:
+        """Return whether two results are the same up to rounding."""
+        bound = 1e-4 * max(self.size, other.size)
+        return self.shape == other.shape and not (
+            abs(self.size - other.size) > bound or abs(self.total - other.total) > bound
+        )
+
+
+class _Recorded(TorchDispatchMode):
+    """Lists the results of operations while entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[_Operation] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor) and x.numel():
+                wide = x.detach().abs().double(), x.detach().real.double()
+                size, total = (float(part.nan_to_num(0, 0, 0).sum()) for part in wide)
+                self.operations.append(_Operation(tuple(x.shape), total, size, _stack()))
+        return result
+
+
+def _first_other_line(sides: Comparison, values: tuple[bool, bool]) -> str:
+    """Return the line of the module's first operation whose result the program does not compute."""
+    with sides.on(*values) as leaves:
+        with _Recorded() as ours:
+            _result_or_error(lambda: sides.ours(leaves))
+        with _Recorded() as theirs:
+            _result_or_error(lambda: sides.theirs(leaves))
+    others = (x for x in theirs.operations if x.source and not any(map(x.equals, ours.operations)))
+    return next((x.source for x in others), "")
