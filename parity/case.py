@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxtrain.interop import NameTable
     from jaxtrain.step import LossFn
     from jaxtrain.torch_import import ImportedModel
+    from parity.outputs import Outputs
 
 Batch = Mapping[str, np.ndarray]
 """Arrays by name, with the rows of the batch on the first axis. Floating ones are converted to float32, so that every
@@ -46,6 +47,8 @@ class Case:
       updates: Number of updates of the whole run, of which a check makes the first; None if the run has no length.
       precision: The precision of the run; None if it is no run.
       not_exercised: Lines on the settings of a run that no check of this case uses.
+      module: The user's own module, if `torch_model` returns that one. It is set back after every use.
+      outputs: What an imported module returns, compared in addition (`parity.outputs`); None for the loss alone.
     """
 
     name: str
@@ -64,6 +67,8 @@ class Case:
     updates: int | None = None
     precision: str | None = None
     not_exercised: tuple[str, ...] = ()
+    module: "torch.nn.Module | None" = None
+    outputs: "Outputs | None" = None
 
     def __post_init__(self) -> None:
         from jaxtrain.errors import UserError
@@ -87,6 +92,8 @@ class Case:
         rows: int,
         optimizer: AdamW | Optimizer,
         clip_norm: float | None = None,
+        module: "torch.nn.Module | None" = None,
+        outputs: "Outputs | None" = None,
     ) -> "Case":
         """Return the case of an imported module, beside the module itself.
 
@@ -100,6 +107,8 @@ class Case:
           rows: As the attribute.
           optimizer: As the attribute.
           clip_norm: As the attribute.
+          module: As the attribute.
+          outputs: As the attribute.
 
         Returns:
           The case.
@@ -117,6 +126,8 @@ class Case:
             clip_norm=clip_norm,
             state_like=model.state,
             buffers=model.state_names,
+            module=module,
+            outputs=outputs,
         )
 
     @property

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import torch
 from jax.extend.core import JaxprEqn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import drawn_mask, draws_mask
@@ -138,6 +138,9 @@ _DRAWS = {
 class GivenMasks(TorchDispatchMode):
     """Makes PyTorch's dropout use the given masks, one after another, while entered.
 
+    What a model draws after it has seeded its generator itself, or from a generator of its own, is the same in each
+    step, and stays as it is.
+
     A mask fits an activation of its own shape or, with three or more axes, with its last axis in second place (NHWC to
     NCHW); a mask that fits both ways is used as it is. A mask of two axes fits where the axes before the last were
     merged.
@@ -157,18 +160,25 @@ class GivenMasks(TorchDispatchMode):
     def __init__(self, masks: Masks, drawn_at: Callable[[], Sequence[str]] = list) -> None:
         super().__init__()
         self.masks, self.drawn_at = masks, drawn_at
-        self.drawn = 0
+        self.drawn = self.own = 0
+
+    def __enter__(self) -> "GivenMasks":
+        self.state = torch.get_rng_state()  # no draw moves it on, unless the model seeds it
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         random = torch.Tag.nondeterministic_seeded in func.tags
         before = torch.get_rng_state() if random else torch.empty(0)
+        if func in _DRAWS and ((kwargs or {}).get("generator") or not torch.equal(before, self.state)):
+            self.own += 1
+            return _own_draw(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
         if func in _DRAWS:
             self.drawn += 1
+            torch.set_rng_state(before)
             # Beyond the last mask PyTorch uses its own, so that the error can report how many there were.
             if self.drawn > len(self.masks):
                 return out
-            torch.set_rng_state(before)
             return _scaled(_fill(out, self.masks[self.drawn - 1], func), func, *args[1:], **(kwargs or {}))
         # Attention without dropout has the tag but draws nothing.
         if random and not torch.equal(before, torch.get_rng_state()):
@@ -182,10 +192,25 @@ class GivenMasks(TorchDispatchMode):
         super().__exit__(exc_type, exc_value, traceback)
         if exc_type is None and self.drawn != len(self.masks):
             lines = self.drawn_at()
+            seeded = f" and {self.own} after it seeded its own generator, the same in each step" if self.own else ""
             raise UserError(
-                f"the JAX model drew {len(self.masks)} dropout masks, the PyTorch model {self.drawn}: "
+                f"the JAX model drew {len(self.masks)} dropout masks, the PyTorch model {self.drawn}{seeded}: "
                 f"apply dropout at the same places in both{'; JAX draws at ' if lines else ''}{'; '.join(lines)}"
             )
+
+
+def _own_draw(func: Any, args: Any, kwargs: Any) -> Any:
+    """Draw from a generator that the model seeds, in a float64 run the numbers that it draws in float32."""
+    if torch.get_default_dtype() != torch.float64 or kwargs.get("dtype") == torch.float64:
+        return func(*args, **kwargs)
+    narrow = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+    if func in (aten.rand.default, aten.randn.default):
+        kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
+    with _disable_current_modes():
+        drawn = func(*narrow, **kwargs)
+        if func._schema.is_mutable:
+            return args[0].copy_(drawn)
+        return drawn.double() if drawn.is_floating_point() else drawn
 
 
 def _scaled(numbers: torch.Tensor, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
