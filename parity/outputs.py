@@ -8,8 +8,9 @@ own dtypes and JAX's in 32 bits, where an integer that wraps or a float64 that i
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,10 +22,10 @@ from parity.bars import LAST_BAR, SINGLE
 from parity.case import Batch, Case
 from parity.conditions import REFUSALS, ragged
 from parity.named_outputs import named_outputs
-from parity.oracle.compiled import jit
+from parity.oracle.compiled import jit, jit_as_written
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
-from parity.randomness import GivenMasks
+from parity.randomness import Draws
 from parity.record import Snapshot, Tensors
 from parity.torch_side import few_threads, in_dtype, seeded_model, tensor, with_counterpart
 
@@ -71,24 +72,32 @@ def compare_outputs(case: Case, trained: Snapshot, bar: float = LAST_BAR) -> tup
       A tuple (a line for each difference, a line for each comparison that was not made).
     """
     assert case.outputs is not None
-    kinds = dict(_batches(case.outputs))
     weights = _own_weights(case, trained)
-    theirs = {kind: _in_torch(case, weights, batches, "fp64") for kind, batches in kinds.items()}
-    # What PyTorch itself refuses says nothing about the import.
-    kinds = {kind: batches for kind, batches in kinds.items() if theirs[kind] is not None}
     faults: list[str] = []
     try:
-        for kind, batches in kinds.items():
+        for kind, batches in _batches(case.outputs):
+            theirs = _in_torch(case, weights, batches, "fp64")
+            if theirs is None:  # what PyTorch itself refuses says nothing about the import
+                continue
             ours = _in_jax(case, weights, batches, "fp64")
-            faults += _apart(kind, ours, theirs[kind] or [], bar)
-        if not faults:
-            faults += _in_own_numbers(case, weights, kinds[USUAL], theirs[USUAL] or [])
+            if theirs.draws:
+                return ["evaluation: PyTorch's module draws random numbers, which the imported one leaves out"], []
+            faults += _apart(kind, ours, theirs.outputs, bar)
+            if kind == USUAL and not faults:
+                faults += _in_own_numbers(case, weights, batches, theirs.outputs)
     except UserError as error:
         return faults, [f"outputs in evaluation were not compared: {error}"]
     return faults, []
 
 
 USUAL = ""
+
+
+class Evaluated(NamedTuple):
+    """PyTorch's outputs of each batch, and the number of its draws of random numbers that differ between calls."""
+
+    outputs: list[Tensors]
+    draws: int
 
 
 def _batches(outputs: Outputs) -> Iterator[tuple[str, list[Batch]]]:
@@ -123,32 +132,24 @@ def _load(model: torch.nn.Module, tensors: Tensors) -> None:
 
 def _in_torch(
     case: Case, weights: Tensors, batches: Sequence[Batch], precision: str, nudge: int | None = None
-) -> list[Tensors] | None:
-    """Return PyTorch's outputs of batches, one after another; None if it refuses one."""
+) -> Evaluated | None:
+    """Evaluate batches in PyTorch, one after another; None if it refuses one."""
     rng = None if nudge is None else np.random.default_rng(nudge)
     with seeded_model(case, 0) as model:
         _load(model, {name: _nudged(x, rng) for name, x in weights.items()})
         if precision == "fp64":
             in_dtype(model, torch.float64)
         model.eval()
-        found = []
+        found, draws = [], Draws()
         for batch in batches:
             given = {name: tensor(_nudged(x, rng), precision) for name, x in batch.items()}
             try:
-                found.append(_called(case, model, given, precision))
+                with few_threads(model), torch.no_grad(), InFloat64() if precision == "fp64" else nullcontext(), draws:
+                    found.append(_named(case.outputs.torch(model, given)))
             except REFUSALS as error:
                 logger.info("%s: refused by PyTorch: %s: %s", case.name, type(error).__name__, error)
                 return None
-        return found
-
-
-def _called(case: Case, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], precision: str) -> Tensors:
-    assert case.outputs is not None
-    with few_threads(model), torch.random.fork_rng(devices=[]), torch.no_grad():
-        if precision != "fp64":
-            return _named(case.outputs.torch(model, batch))
-        with InFloat64(), GivenMasks([]):
-            return _named(case.outputs.torch(model, batch))
+        return Evaluated(found, draws.drawn)
 
 
 def _nudged(x: np.ndarray, rng: np.random.Generator | None) -> np.ndarray:
@@ -171,11 +172,11 @@ def _array(x: Any) -> np.ndarray:
 
 
 def _in_jax(case: Case, weights: Tensors, batches: Sequence[Batch], precision: str) -> list[Tensors]:
-    """Return JAX's outputs of batches, compiled as users compile them unless in float64."""
+    """Return JAX's outputs of batches, in fp32 without simplified arithmetic, as if called outside of `jax.jit`."""
     assert case.outputs is not None
     exact = precision == "fp64"
     with jax.enable_x64(exact), jax.numpy_dtype_promotion("standard"):
-        fn = jit(in_float64(case.outputs.jax)) if exact else jax.jit(case.outputs.jax)
+        fn = jit(in_float64(case.outputs.jax)) if exact else jit_as_written(case.outputs.jax)
         given = jax_side.arrays(jax_side.from_torch(case, weights), precision)
         params, state = given
         return [_named(fn(params, jax_side.arrays(batch, precision), state)) for batch in batches]
@@ -202,7 +203,7 @@ def _apart(kind: str, ours: Sequence[Tensors], theirs: Sequence[Tensors], bar: f
 def _in_own_numbers(case: Case, weights: Tensors, batches: Sequence[Batch], truth: Sequence[Tensors]) -> Iterator[str]:
     """Yield a line for each output that is far from PyTorch's in the dtypes of users, on every batch."""
     runs = [_in_torch(case, weights, batches, "fp32", nudge) for nudge in (None, *range(NUDGES))]
-    own = [run for run in runs if run is not None]
+    own = [run.outputs for run in runs if run is not None]
     if runs[0] is None:  # in float64 PyTorch takes it, in its own dtypes it does not
         return
     ours = _in_jax(case, weights, batches, "fp32")

@@ -7,7 +7,7 @@ likewise.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -41,6 +41,8 @@ Masks = list[np.ndarray]
 """Dropout masks of one micro-batch: boolean, True where an element stays, in the order drawn and in JAX's layouts.
 Other random numbers are floats."""
 
+UNLIKELY = 0x5EED0FA11D2A35
+"""A seed that no model sets."""
 DRAWS = ("_bernoulli", "_uniform", "_normal", "_exponential", "_randint")
 """Names of the functions that `jax.random.bernoulli` and the functions of these numbers call under jit."""
 
@@ -135,11 +137,69 @@ _DRAWS = {
 """PyTorch's operations whose results are replaced, with the kind of their result."""
 
 
-class GivenMasks(TorchDispatchMode):
-    """Makes PyTorch's dropout use the given masks, one after another, while entered.
+class Draws(TorchDispatchMode):
+    """Counts, while entered, the draws of a PyTorch model that differ between calls.
 
-    What a model draws after it has seeded its generator itself, or from a generator of its own, is the same in each
-    step, and stays as it is.
+    What a model draws after it has seeded the generator itself, or from a generator of its own, is the same in each
+    call: it stays as it is, in a float64 run with the numbers of float32.
+
+    Attributes:
+      drawn: Number of the draws that differ.
+      own: Number of the others.
+
+    Raises:
+      UserError: Random numbers are drawn by an operation whose numbers cannot be replaced.
+
+    >>> with Draws() as draws:
+    ...     _ = torch.rand(2), torch.manual_seed(0), torch.rand(2)
+    >>> draws.drawn, draws.own
+    (1, 1)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = self.own = 0
+
+    def __enter__(self) -> Self:
+        # No draw of the given numbers moves the generator on: another state is that of a seed of the model's.
+        self.outside = torch.get_rng_state()
+        torch.manual_seed(UNLIKELY)
+        self.state = torch.get_rng_state()
+        super().__enter__()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        super().__exit__(exc_type, exc_value, traceback)
+        torch.set_rng_state(self.outside)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        before = torch.get_rng_state()
+        if func in _DRAWS and (kwargs.get("generator") or not torch.equal(before, self.state)):
+            self.own += 1
+            return _own_draw(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if func in _DRAWS:
+            torch.set_rng_state(before)
+            self.drawn += 1
+            return self.replaced(out, func, args, kwargs)
+        # Attention without dropout has the tag but draws nothing.
+        if not torch.equal(before, torch.get_rng_state()):
+            raise UserError(
+                f"the PyTorch model draws random numbers by {func}: only dropout, rand, randn, randint and exponential "
+                "numbers can use those of JAX"
+            )
+        return out
+
+    def replaced(self, out: torch.Tensor, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """Return the numbers to use in place of those that were drawn."""
+        return out
+
+
+class GivenMasks(Draws):
+    """Makes PyTorch's dropout use the given masks, one after another, while entered.
 
     A mask fits an activation of its own shape or, with three or more axes, with its last axis in second place (NHWC to
     NCHW); a mask that fits both ways is used as it is. A mask of two axes fits where the axes before the last were
@@ -160,33 +220,12 @@ class GivenMasks(TorchDispatchMode):
     def __init__(self, masks: Masks, drawn_at: Callable[[], Sequence[str]] = list) -> None:
         super().__init__()
         self.masks, self.drawn_at = masks, drawn_at
-        self.drawn = self.own = 0
 
-    def __enter__(self) -> "GivenMasks":
-        self.state = torch.get_rng_state()  # no draw moves it on, unless the model seeds it
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        before = torch.get_rng_state() if random else torch.empty(0)
-        if func in _DRAWS and ((kwargs or {}).get("generator") or not torch.equal(before, self.state)):
-            self.own += 1
-            return _own_draw(func, args, kwargs or {})
-        out = func(*args, **(kwargs or {}))
-        if func in _DRAWS:
-            self.drawn += 1
-            torch.set_rng_state(before)
-            # Beyond the last mask PyTorch uses its own, so that the error can report how many there were.
-            if self.drawn > len(self.masks):
-                return out
-            return _scaled(_fill(out, self.masks[self.drawn - 1], func), func, *args[1:], **(kwargs or {}))
-        # Attention without dropout has the tag but draws nothing.
-        if random and not torch.equal(before, torch.get_rng_state()):
-            raise UserError(
-                f"the PyTorch model draws random numbers by {func}: only dropout, rand, randn, randint and exponential "
-                "numbers can use those of JAX"
-            )
-        return out
+    def replaced(self, out: torch.Tensor, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """Return the mask that is next; beyond the last, PyTorch's own, so that the error can report their number."""
+        if self.drawn > len(self.masks):
+            return out
+        return _scaled(_fill(out, self.masks[self.drawn - 1], func), func, *args[1:], **kwargs)
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 import jaxtrain as jt
 from jaxtrain.torch_import.capture.own_module import convert, lent
-from parity import check, locate
+from parity import check
 from parity.case import Case
+from parity.locate import locate
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 
