@@ -14,11 +14,29 @@ if TYPE_CHECKING:
     from jaxtrain.interop import NameTable
     from jaxtrain.step import LossFn
     from jaxtrain.torch_import import ImportedModel
-    from parity.outputs import Outputs
 
 Batch = Mapping[str, np.ndarray]
 """Arrays by name, with the rows of the batch on the first axis. Floating ones are converted to float32, so that every
 precision computes on the same numbers."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What an imported module returns, in both frameworks.
+
+    Attributes:
+      in_torch: From (PyTorch's module, batch of tensors by name) to its result.
+      in_jax: From (parameters, batch of arrays by name, model state) to the result in evaluation.
+      batch: From (seed, rows) to a batch.
+      rows: Rows of a batch.
+      fixed_rows: Whether batches of fewer rows have no meaning.
+    """
+
+    in_torch: "Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], Any]"
+    in_jax: Callable[[Any, Mapping[str, Any], Any], Any]
+    batch: Callable[[int, int], Batch]
+    rows: int
+    fixed_rows: bool
 
 
 @dataclass(frozen=True)
@@ -68,7 +86,7 @@ class Case:
     precision: str | None = None
     not_exercised: tuple[str, ...] = ()
     module: "torch.nn.Module | None" = None
-    outputs: "Outputs | None" = None
+    outputs: Outputs | None = None
 
     def __post_init__(self) -> None:
         from jaxtrain.errors import UserError
@@ -93,7 +111,7 @@ class Case:
         optimizer: AdamW | Optimizer,
         clip_norm: float | None = None,
         module: "torch.nn.Module | None" = None,
-        outputs: "Outputs | None" = None,
+        outputs: Outputs | None = None,
     ) -> "Case":
         """Return the case of an imported module, beside the module itself.
 

@@ -9,11 +9,10 @@ from jaxtrain import optim
 from jaxtrain.errors import UserError
 from jaxtrain.step import Loss, LossFn
 from parity import default_loss
-from parity.case import Batch, Case
+from parity.case import Batch, Case, Outputs
 from parity.example_batches import Example
 from parity.frozen import frozen_too, without_frozen
 from parity.optimizer import AdamW, Optimizer
-from parity.outputs import Outputs
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +62,8 @@ def imported_case(
         clip_norm=clip_norm,
         module=module,
         outputs=Outputs(
-            torch=lambda module, batch: model.original.call(module, example.in_torch(batch)),
-            jax=lambda params, batch, state: model(params, example.in_jax(batch), None, state)[0],
+            in_torch=lambda module, batch: model.original.call(module, example.in_torch(batch)),
+            in_jax=lambda params, batch, state: model(params, example.in_jax(batch), None, state)[0],
             batch=of_module,
             rows=rows or example.rows or 1,
             fixed_rows=example.rows is None,

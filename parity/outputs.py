@@ -7,9 +7,8 @@ own dtypes and JAX's in 32 bits, where an integer that wraps or a float64 that i
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,7 @@ import torch
 from jaxtrain.errors import UserError
 from parity import jax_side
 from parity.bars import LAST_BAR, SINGLE
-from parity.case import Batch, Case
+from parity.case import Batch, Case, Outputs
 from parity.conditions import REFUSALS, ragged
 from parity.named_outputs import named_outputs
 from parity.oracle.compiled import jit, jit_as_written
@@ -39,25 +38,6 @@ NUDGES = 2
 """Number of PyTorch's runs from weights and inputs one ulp off."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What an imported module returns, in both frameworks.
-
-    Attributes:
-      torch: From (PyTorch's module, batch of tensors by name) to its result.
-      jax: From (parameters, batch of arrays by name, model state) to the result in evaluation.
-      batch: From (seed, rows) to a batch.
-      rows: Rows of a batch.
-      fixed_rows: Whether batches of fewer rows have no meaning.
-    """
-
-    torch: Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], Any]
-    jax: Callable[[Any, Mapping[str, Any], Any], Any]
-    batch: Callable[[int, int], Batch]
-    rows: int
-    fixed_rows: bool
 
 
 def compare_outputs(case: Case, trained: Snapshot, bar: float = LAST_BAR) -> tuple[list[str], list[str]]:
@@ -145,7 +125,7 @@ def _in_torch(
             given = {name: tensor(_nudged(x, rng), precision) for name, x in batch.items()}
             try:
                 with few_threads(model), torch.no_grad(), InFloat64() if precision == "fp64" else nullcontext(), draws:
-                    found.append(_named(case.outputs.torch(model, given)))
+                    found.append(_named(case.outputs.in_torch(model, given)))
             except REFUSALS as error:
                 logger.info("%s: refused by PyTorch: %s: %s", case.name, type(error).__name__, error)
                 return None
@@ -176,7 +156,7 @@ def _in_jax(case: Case, weights: Tensors, batches: Sequence[Batch], precision: s
     assert case.outputs is not None
     exact = precision == "fp64"
     with jax.enable_x64(exact), jax.numpy_dtype_promotion("standard"):
-        fn = jit(in_float64(case.outputs.jax)) if exact else jit_as_written(case.outputs.jax)
+        fn = jit(in_float64(case.outputs.in_jax)) if exact else jit_as_written(case.outputs.in_jax)
         given = jax_side.arrays(jax_side.from_torch(case, weights), precision)
         params, state = given
         return [_named(fn(params, jax_side.arrays(batch, precision), state)) for batch in batches]

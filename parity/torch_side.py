@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.capture.own_module import convert, lent
+from jaxtrain.torch_import import convert_tensors, lent
 from parity import torch_delayed, torch_fp8
 from parity.case import Case
 from parity.checkpoints import without_recomputation
@@ -363,7 +363,7 @@ def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
 
     Imaginary parts are kept, and float64 where others become float32: the module has it on purpose.
     """
-    convert(model, lambda own: _dtype(own, dtype))
+    convert_tensors(model, lambda own: _dtype(own, dtype))
     return model
 
 

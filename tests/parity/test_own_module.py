@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import jaxtrain as jt
-from jaxtrain.torch_import.capture.own_module import convert, lent
+from jaxtrain.torch_import.capture.own_module import convert_tensors, lent
 from parity import check
 from parity.case import Case
 from parity.locate import locate
@@ -207,7 +207,7 @@ def test_everything_that_a_module_reaches_is_set_back() -> None:
     layer.act = functools.partial(lambda y, x: x + closed, None)
     state = layer.random.getstate()
     with lent(layer), lent(layer):
-        convert(layer, lambda dtype: torch.float64)
+        convert_tensors(layer, lambda dtype: torch.float64)
         assert layer.same.dtype == torch.float64
         with torch.no_grad():
             layer.weight.fill_(7)

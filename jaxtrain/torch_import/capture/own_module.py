@@ -58,7 +58,7 @@ def lent(module: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def convert(module: torch.nn.Module, to: Callable[[torch.dtype], torch.dtype]) -> None:
+def convert_tensors(module: torch.nn.Module, to: Callable[[torch.dtype], torch.dtype]) -> None:
     """Convert a module's parameters and buffers in place, as `module.to`; tensors that share their memory still do.
 
     Args:
@@ -68,7 +68,7 @@ def convert(module: torch.nn.Module, to: Callable[[torch.dtype], torch.dtype]) -
     Example:
       >>> layer = torch.nn.Linear(2, 2)
       >>> layer.same = layer.weight.data
-      >>> convert(layer, lambda dtype: torch.float64)
+      >>> convert_tensors(layer, lambda dtype: torch.float64)
       >>> layer.same.dtype, layer.same.data_ptr() == layer.weight.data_ptr()
       (torch.float64, True)
     """
