@@ -41,9 +41,7 @@ def imported_case(
     if batch is not None and rows is None:
         raise UserError("a function for batches needs rows, the number of rows of a batch: pass rows=")
     example = Example(model.original.example)
-    module = model.original.module() if torch_model is None else None
-    if module is not None and any(x.is_meta for x in (*module.parameters(), *module.buffers())):
-        raise UserError('the module has no weights, it is on the "meta" device: import one with weights')
+    module = _own_module(model) if torch_model is None else None
 
     def of_module(seed: int, rows: int) -> Batch:
         """Return a batch that the module takes: the case's own, if that has its arrays."""
@@ -53,7 +51,7 @@ def imported_case(
     return Case.of_import(
         name,
         model,
-        torch_model=torch_model or (lambda: module),
+        torch_model=torch_model or partial(_itself, module),
         torch_loss=torch_loss or _torch_loss(model, example),
         loss_fn=without_frozen(loss_fn or _loss_fn(model, example), model.frozen),
         batch=batch or example.batch,
@@ -69,6 +67,17 @@ def imported_case(
             fixed_rows=example.rows is None,
         ),
     )
+
+
+def _own_module(model: "ImportedModel") -> "torch.nn.Module":
+    module = model.original.module()
+    if any(x.is_meta for x in (*module.parameters(), *module.buffers())):
+        raise UserError('the module has no weights, it is on the "meta" device: import one with weights')
+    return module
+
+
+def _itself(module: Any) -> Any:
+    return module
 
 
 def with_fresh_weights(case: Case, new: "TorchModel") -> Case:

@@ -82,9 +82,9 @@ class Evaluated(NamedTuple):
 
 def _batches(outputs: Outputs) -> Iterator[tuple[str, list[Batch]]]:
     """Yield the batches of each kind."""
-    usual = [outputs.batch(seed, outputs.rows) for seed in range(BATCHES)]
+    usual: list[Batch] = [outputs.batch(seed, outputs.rows) for seed in range(BATCHES)]
     yield USUAL, usual
-    padded = [{name: ragged(x) for name, x in batch.items()} for batch in usual]
+    padded: list[Batch] = [{name: ragged(x) for name, x in batch.items()} for batch in usual]
     if any(not np.array_equal(x, padded[0][name]) for name, x in usual[0].items()):
         yield " with other padding", padded
     if outputs.rows > 1 and not outputs.fixed_rows:
@@ -114,6 +114,7 @@ def _in_torch(
     case: Case, weights: Tensors, batches: Sequence[Batch], precision: str, nudge: int | None = None
 ) -> Evaluated | None:
     """Evaluate batches in PyTorch, one after another; None if it refuses one."""
+    assert case.outputs is not None
     rng = None if nudge is None else np.random.default_rng(nudge)
     with seeded_model(case, 0) as model:
         _load(model, {name: _nudged(x, rng) for name, x in weights.items()})
@@ -195,8 +196,8 @@ def _in_own_numbers(case: Case, weights: Tensors, batches: Sequence[Batch], trut
             distances.append(off if off > max(GROSS, NOISE * max(noise)) else 0.0)
         if all(distances):
             yield (
-                f"evaluation in the module's own dtypes: {_output(name)} is {max(distances):.1e} from PyTorch's: a "
-                "number is beyond 32 bits"
+                f"evaluation in the module's own dtypes: {_output(name)} is {max(distances):.1e} apart, far beyond "
+                "rounding: a number does not fit into 32 bits"
             )
 
 

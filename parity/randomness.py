@@ -242,12 +242,10 @@ def _own_draw(func: Any, args: Any, kwargs: Any) -> Any:
     """Draw from a generator that the model seeds, in a float64 run the numbers that it draws in float32."""
     if torch.get_default_dtype() != torch.float64:
         return func(*args, **kwargs)
-    narrow = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
     if func in (aten.rand.default, aten.randn.default):
         kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
-    elif func in (aten.rand_like.default, aten.randn_like.default):  # with the dtype of the tensor
-        kwargs = {**kwargs, "dtype": None}
     with _disable_current_modes():
+        narrow = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
         drawn = func(*narrow, **kwargs)
         if func._schema.is_mutable:
             return args[0].copy_(drawn)

@@ -354,12 +354,12 @@ def from_torch(
     """
     from jaxtrain.torch_import.capture import as_array, pretrained, structure_of
 
-    folder = module if isinstance(module, Path | str) else None
-    if folder is not None:
-        module = pretrained(folder)
+    if isinstance(module, Path | str):
+        # A folder is read again, so that its weights are not kept twice.
+        own, module = partial(pretrained, module), pretrained(module)
+    else:
+        own = partial(_itself, module)
     _check_module(module)
-    # A folder is read again, so that its weights are not kept twice.
-    own = (lambda: module) if folder is None else partial(pretrained, folder)
     original = Original(own, example_batch, call or _call)
     if call is None:
         _check_arguments(module, example_batch)
@@ -374,6 +374,10 @@ def from_torch(
     return ImportedModel(
         structure_of(module), tensors, frozen, example, call or _call, fixed, ops or {}, unroll, original
     )
+
+
+def _itself(module: "torch.nn.Module") -> "torch.nn.Module":
+    return module
 
 
 def _check_module(module: Any) -> None:

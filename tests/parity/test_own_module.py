@@ -3,6 +3,8 @@
 A broken importer is one that imports another module than the user's: `wrong` is what it would have made of `right`.
 """
 
+import collections
+import dataclasses
 import functools
 import random
 import types
@@ -17,7 +19,10 @@ import jaxtrain as jt
 from jaxtrain.torch_import.capture.own_module import convert_tensors, lent
 from parity import check
 from parity.case import Case
+from parity.example_batches import Example
+from parity.jax_side import arrays
 from parity.locate import locate
+from parity.torch_side import seeded_model
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 
@@ -196,6 +201,54 @@ def test_a_clean_module_raises_no_alarm_and_is_left_as_it_was() -> None:
         assert torch.equal(now, before)
     assert [part.training for part in module.modules()] == modes
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+
+
+def test_a_module_is_called_with_the_users_structures_and_dtypes() -> None:
+    @dataclasses.dataclass
+    class Pair:
+        b: torch.Tensor
+        a: torch.Tensor
+
+    Point = collections.namedtuple("Point", "y x")
+    given = {
+        "z": torch.arange(4, dtype=torch.int32),
+        "a": (Pair(torch.ones(4, dtype=torch.float64), torch.ones(4, 2, dtype=torch.bfloat16)), [Point(X, X > 0)]),
+        "k": 2,
+        "n": [3, None, collections.OrderedDict(d=np.arange(4), c=np.zeros((4, 1)))],
+    }
+    example = Example(given)
+    batch = {name: torch.from_numpy(x) for name, x in example.batch(0, 3).items()}
+    called = example.in_torch({name: x.float() if x.is_floating_point() else x for name, x in batch.items()})
+    assert [*called] == [*given]
+    (pair, (point,)), (three, nothing, ordered) = called["a"], called["n"]
+    assert (called["k"], three, nothing, [*ordered], type(ordered)) == (2, 3, None, ["d", "c"], collections.OrderedDict)
+    assert (type(pair), type(point)) == (Pair, Point)
+    tensors = (called["z"], pair.b, pair.a, point.y, point.x, ordered["d"], ordered["c"])
+    assert [x.dtype for x in tensors] == [
+        torch.int32,
+        torch.float64,
+        *[torch.float32] * 2,
+        torch.bool,
+        torch.int64,
+        torch.float32,
+    ]
+    assert {len(x) for x in tensors} == {3}
+
+
+def test_a_module_is_in_use_once() -> None:
+    case = jt.from_torch(nn.Linear(3, 2), X).case()
+    with seeded_model(case, 0) as model:
+        assert model is case.module
+        with pytest.raises(RuntimeError, match="in use"), seeded_model(case, 0):
+            pass
+    with seeded_model(case, 0):
+        pass
+    with torch.device("meta"):
+        empty = nn.Linear(3, 2)
+    with pytest.raises(jt.UserError, match="has no weights"):
+        jt.from_torch(empty, X).case()
+    with pytest.raises(jt.UserError, match="4294967296, beyond int32"):
+        arrays({"x": np.array([2**32])}, "fp64")
 
 
 def test_everything_that_a_module_reaches_is_set_back() -> None:

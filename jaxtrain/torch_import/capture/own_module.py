@@ -219,7 +219,7 @@ def _refill(x: set[Any] | deque[Any], members: list[Any]) -> None:
 
 def _generator_as_it_is(x: Any) -> Callable[[], None] | None:
     if isinstance(x, torch.Generator):
-        return functools.partial(x.set_state, x.get_state())
+        return functools.partial(_set_state, x, x.get_state())
     if isinstance(x, random.Random):
         return functools.partial(x.setstate, x.getstate())
     if isinstance(x, np.random.RandomState):
@@ -227,6 +227,10 @@ def _generator_as_it_is(x: Any) -> Callable[[], None] | None:
     if isinstance(x, np.random.Generator):
         return functools.partial(setattr, x.bit_generator, "state", x.bit_generator.state)
     return None
+
+
+def _set_state(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
 
 
 def _attributes_as_they_are(x: Any) -> Callable[[], None] | None:
