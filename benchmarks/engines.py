@@ -155,7 +155,7 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     # The images already have this layout: they are [B, H, W, C], which the loss permutes.
     layout = torch.channels_last if workload.images else torch.contiguous_format
     wide = job.precision == "fp64"
-    model = torch_side.seeded_model(case, seed=0).to(device, torch.float64 if wide else torch.float32)
+    model = torch_side.model_of(case).to(device, torch.float64 if wide else torch.float32)
     model = model.to(memory_format=layout)  # type: ignore[call-overload]  # missing from PyTorch's stubs
     if job.remat == "full":
         _enable_checkpointing(model, job)
@@ -163,6 +163,7 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
         raise UserError(f"remat {job.remat!r} has no counterpart in PyTorch: use none or full")
     dtype = torch_side.COPY.get(job.precision)
     copied = torch_side.LowPrecisionCopy(model, dtype) if dtype else None
+    computing, model = (copied.model, copied.masters) if copied else (model, model)
     optimizer = torch.optim.AdamW(model.parameters(), **asdict(case.optimizer), fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision)
@@ -173,7 +174,6 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     ]
 
     # Not `model.compile()`, which does nothing to a `Sequential`.
-    computing = copied.model if copied else model
     called: Any = torch.compile(computing) if job.engine == "torch_compile" else computing
     losses: list[float] = []
 

@@ -21,6 +21,25 @@ precision computes on the same numbers."""
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """What an imported module returns, in both frameworks.
+
+    Attributes:
+      in_torch: From (PyTorch's module, batch of tensors by name) to its result.
+      in_jax: From (parameters, batch of arrays by name, model state) to the result in evaluation.
+      batch: From (seed, rows) to a batch.
+      rows: Rows of a batch.
+      fixed_rows: Whether batches of fewer rows have no meaning.
+    """
+
+    in_torch: "Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], Any]"
+    in_jax: Callable[[Any, Mapping[str, Any], Any], Any]
+    batch: Callable[[int, int], Batch]
+    rows: int
+    fixed_rows: bool
+
+
+@dataclass(frozen=True)
 class Case:
     """One training run, defined in both frameworks.
 
@@ -46,6 +65,8 @@ class Case:
       updates: Number of updates of the whole run, of which a check makes the first; None if the run has no length.
       precision: The precision of the run; None if it is no run.
       not_exercised: Lines on the settings of a run that no check of this case uses.
+      module: The user's own module, if `torch_model` returns that one. It is set back after every use.
+      outputs: What an imported module returns, compared in addition (`parity.outputs`); None for the loss alone.
     """
 
     name: str
@@ -64,6 +85,8 @@ class Case:
     updates: int | None = None
     precision: str | None = None
     not_exercised: tuple[str, ...] = ()
+    module: "torch.nn.Module | None" = None
+    outputs: Outputs | None = None
 
     def __post_init__(self) -> None:
         from jaxtrain.errors import UserError
@@ -87,6 +110,8 @@ class Case:
         rows: int,
         optimizer: AdamW | Optimizer,
         clip_norm: float | None = None,
+        module: "torch.nn.Module | None" = None,
+        outputs: Outputs | None = None,
     ) -> "Case":
         """Return the case of an imported module, beside the module itself.
 
@@ -100,6 +125,8 @@ class Case:
           rows: As the attribute.
           optimizer: As the attribute.
           clip_norm: As the attribute.
+          module: As the attribute.
+          outputs: As the attribute.
 
         Returns:
           The case.
@@ -117,6 +144,8 @@ class Case:
             clip_norm=clip_norm,
             state_like=model.state,
             buffers=model.state_names,
+            module=module,
+            outputs=outputs,
         )
 
     @property

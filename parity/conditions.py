@@ -19,7 +19,7 @@ from parity.case import Batch, Case
 from parity.conventions.calls import Arguments, bound, called
 from parity.oracle.in_torch import InFloat64
 from parity.padding import untested_padding
-from parity.torch_side import few_threads, seeded_model, tensor
+from parity.torch_side import few_threads, in_dtype, seeded_model, tensor
 
 IGNORED, MASKED, TIED = "label ignored", "position masked", "tie"
 
@@ -127,11 +127,12 @@ class ConditionCounter(TorchFunctionMode):
 
 def count_conditions(case: Case, seed: int = 0) -> ConditionCounter:
     """Count the conditions of PyTorch's loss of one batch, in evaluation mode and in float64."""
-    model = seeded_model(case, seed).double().eval()
     batch = case.batch(seed, case.rows)
     tensors = {name: tensor(x, "fp64") for name, x in batch.items()}
-    with few_threads(model), InFloat64(), ConditionCounter() as counter:
-        case.torch_loss(model, tensors)
+    with seeded_model(case, seed) as model:
+        in_dtype(model, torch.float64).eval()
+        with few_threads(model), InFloat64(), ConditionCounter() as counter:
+            case.torch_loss(model, tensors)
     return counter
 
 
@@ -174,8 +175,8 @@ def cases_that_meet(case: Case, seed: int = 0) -> Iterator[tuple[str, Case]]:
             now = _counted(changed, how, seed)
             if now is not None and now.met[IGNORED]:
                 yield how, changed
-        if _constant(x) and x.ndim > 1 and x.flat[0] == 1:
-            changed = _with(case, name, _ragged)
+        if _may_be_ragged(x):
+            changed = _with(case, name, ragged)
             how = f"{name} 0 at the ends of rows"
             if _counted(changed, how, seed) is not None:
                 yield how, changed
@@ -212,8 +213,14 @@ def _every_third(value: int) -> Callable[[np.ndarray], np.ndarray]:
     return changed
 
 
-def _ragged(x: np.ndarray) -> np.ndarray:
-    """Hide the last i elements of row i, at most half a row."""
+def _may_be_ragged(x: np.ndarray) -> bool:
+    return _constant(x) and x.ndim > 1 and x.flat[0] == 1
+
+
+def ragged(x: np.ndarray) -> np.ndarray:
+    """Return a mask of ones with the last i elements of row i hidden, at most half a row; other arrays as they are."""
+    if not _may_be_ragged(x):
+        return x
     length = x.shape[1]
     lengths = length - np.arange(len(x)) % (length // 2 + 1)
     shown = np.arange(length) < lengths[:, None]

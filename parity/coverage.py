@@ -5,6 +5,7 @@ half.
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +65,9 @@ class Coverage:
         from parity.torch_side import seeded_model
 
         partly_reached = {name: reached.copy() for name, reached in self.reached.items() if not reached.all()}
-        for name, row in padding_rows(seeded_model(case, 0)).items() if partly_reached else ():
+        with seeded_model(case, 0) if partly_reached else nullcontext() as model:
+            rows = padding_rows(model) if model is not None else {}
+        for name, row in rows.items():
             if name in partly_reached:  # its row has no gradient by definition
                 partly_reached[name][row] = True
         shares = {name: float(np.mean(reached)) for name, reached in partly_reached.items()}

@@ -190,16 +190,16 @@ class _Trial:
         from parity.conventions.optimizers import recipes, variants
 
         right = self.run.case.optimizer
-        model = torch_side.seeded_model(self.run.case, self.run.seed)
-        optimizer = right.torch(model.named_parameters())
+        with torch_side.seeded_model(self.run.case, self.run.seed) as model:
+            optimizer = right.torch(model.named_parameters())
+            frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+            scheduler = None if right.scheduler is None else right.scheduler(optimizer)
+            found = recipes(optimizer, scheduler, self.steps)
         wrong = [name for step, mine in zip(seen, ours, strict=True) for name in _wrongly_changed(step, mine)]
-        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
         unused = [name for name in wrong if all(_is_unused(step, name) for step in seen)]
         for names, why in ((frozen, "requires_grad=False"), (unused, "no gradient")):
             if wrong and {*wrong} <= {*names}:
                 yield Untrained(type(optimizer).__name__, [*dict.fromkeys(wrong)], why)
-        scheduler = None if right.scheduler is None else right.scheduler(optimizer)
-        found = recipes(optimizer, scheduler, self.steps)
         for conventions, of in variants([recipe for recipe, _ in found]) if found else ():
             groups = zip(of, [names for _, names in found], strict=True)
             after = max(_replayed(recipe, names, seen, ours) for recipe, names in groups)

@@ -1,7 +1,9 @@
 """Random batches like an example, and the way from a batch by name to the example's structure."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -10,24 +12,34 @@ import numpy as np
 from jaxtrain.errors import UserError
 from parity.case import Batch
 
+if TYPE_CHECKING:
+    import torch
+
 
 class Example:
     """An example batch, whose structure and values random batches follow.
+
+    Numbers, flags, strings and None in it are constants, which batches by name leave out.
 
     Attributes:
       rows: Rows of the example; None if its arrays have no common first axis.
     """
 
     def __init__(self, example: Any) -> None:
-        pairs, self._structure = jax.tree_util.tree_flatten_with_path(example)
-        names = (jax.tree_util.keystr(path, simple=True, separator="/") or "input" for path, _ in pairs)
-        self._arrays = {name: np.asarray(x) for name, (_, x) in zip(names, pairs, strict=True)}
+        self._example = example
+        self._given = dict(_leaves(example, ""))
+        self._arrays = {name: _values(x) for name, x in self._given.items()}
         for name, x in self._arrays.items():
             if np.iscomplexobj(x):
                 raise UserError(f"the example's {name!r} is complex: pass batch, torch_loss and loss_fn to model.case")
         firsts = {x.shape[:1] for x in self._arrays.values()}
         first = firsts.pop() if len(firsts) == 1 else ()
         self.rows: int | None = first[0] if first else None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the arrays."""
+        return frozenset(self._arrays)
 
     def batch(self, seed: int, rows: int) -> Batch:
         """Return a batch by name, with the rows on the first axis; the whole batch is one row if it has none.
@@ -41,19 +53,100 @@ class Example:
         given = {name: x if self.rows else x[None] for name, x in self._arrays.items()}
         return {name: _drawn(rng, x[np.arange(rows) % len(x)]) for name, x in given.items()}
 
-    def structured(self, batch: Mapping[str, Any], convert: Callable[[Any, np.dtype], Any] = lambda x, _: x) -> Any:
-        """Return a batch by name in the structure of the example, each array converted by (array, dtype)."""
-        values = (batch[name] if self.rows else batch[name][0] for name in self._arrays)
-        dtypes = (x.dtype for x in self._arrays.values())
-        return jax.tree.unflatten(self._structure, list(map(convert, values, dtypes)))
+    def in_torch(self, batch: Mapping[str, "torch.Tensor"]) -> Any:
+        """Return a batch in the structure and the dtypes of the example, as its user calls the module.
+
+        Floats keep the precision of the run, but where the example has float64.
+        """
+        return self._structured(batch, _in_dtype_of)
 
     def in_jax(self, batch: Mapping[str, Any]) -> Any:
         """Return a batch of the harness, whose integers are int32, in the structure and the dtypes of the example."""
 
-        def convert(x: Any, dtype: np.dtype) -> Any:
+        def converted(x: Any, given: Any) -> Any:
+            dtype = _values(given).dtype
             return x if jnp.issubdtype(dtype, np.floating) else x.astype(jax.dtypes.canonicalize_dtype(dtype))
 
-        return self.structured(batch, convert)
+        return self._structured(batch, converted)
+
+    def _structured(self, batch: Mapping[str, Any], convert: Callable[[Any, Any], Any]) -> Any:
+        """Return a batch by name in the structure of the example, each array converted by (array, example's)."""
+
+        def filled(name: str, given: Any) -> Any:
+            return convert(batch[name] if self.rows else batch[name][0], given)
+
+        return _filled(self._example, "", filled)
+
+
+def _parts(value: Any) -> "Mapping[Any, Any] | None":
+    """Return the parts of a container by key; None for any other value."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def _path(path: str, key: Any) -> str:
+    return f"{path}/{key}".removeprefix("/")
+
+
+def _is_constant(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, complex, str)
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    parts = _parts(value)
+    if parts is None:
+        if not _is_constant(value):
+            yield path or "input", value
+        return
+    for key, part in parts.items():
+        yield from _leaves(part, _path(path, key))
+
+
+def _filled(value: Any, path: str, filled: Callable[[str, Any], Any]) -> Any:
+    """Return a structure with other arrays, in containers of the same classes and in the same order."""
+    parts = _parts(value)
+    if parts is None:
+        return value if _is_constant(value) else filled(path or "input", value)
+    new = {key: _filled(part, _path(path, key), filled) for key, part in parts.items()}
+    if type(value) is dict:
+        return new
+    if isinstance(value, tuple | list):
+        items = list(new.values())
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if not isinstance(value, Mapping):
+        return dataclasses.replace(value, **new)
+    same = copy.copy(value)
+    for key, part in new.items():
+        same[key] = part  # type: ignore[index]  # a mapping of a user is mutable, or cannot be filled
+    return same
+
+
+def _values(x: Any) -> np.ndarray:
+    """Return the values of a tensor or an array."""
+    if not _is_tensor(x):
+        return np.asarray(x)
+    x = x.detach().cpu()
+    # NumPy has no bfloat16.
+    found: np.ndarray = (x.float() if x.is_floating_point() and x.itemsize == 2 else x).numpy()
+    return found
+
+
+def _is_tensor(x: Any) -> bool:
+    return hasattr(x, "detach")
+
+
+def _in_dtype_of(x: "torch.Tensor", given: Any) -> "torch.Tensor":
+    """Return a tensor of a run in the dtype of the example's, if that is a tensor."""
+    import torch
+
+    if not _is_tensor(given) or (given.is_floating_point() and given.dtype != torch.float64):
+        return x
+    return x if given.is_floating_point() and x.dtype != torch.float32 else x.to(given.dtype)
 
 
 def _drawn(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The case of an imported module, with what its model knows filled in."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ from jaxtrain import optim
 from jaxtrain.errors import UserError
 from jaxtrain.step import Loss, LossFn
 from parity import default_loss
-from parity.case import Batch, Case
+from parity.case import Batch, Case, Outputs
 from parity.example_batches import Example
 from parity.frozen import frozen_too, without_frozen
 from parity.optimizer import AdamW, Optimizer
@@ -40,41 +40,72 @@ def imported_case(
         raise UserError("torch_loss and loss_fn are one loss in both frameworks: pass both, or none for the default")
     if batch is not None and rows is None:
         raise UserError("a function for batches needs rows, the number of rows of a batch: pass rows=")
-    example = Example(model.example)
+    example = Example(model.original.example)
+    module = _own_module(model) if torch_model is None else None
+
+    def of_module(seed: int, rows: int) -> Batch:
+        """Return a batch that the module takes: the case's own, if that has its arrays."""
+        drawn = batch(seed, rows) if batch is not None else {}
+        return {name: drawn[name] for name in example.names} if example.names <= {*drawn} else example.batch(seed, rows)
+
     return Case.of_import(
         name,
         model,
-        torch_model=torch_model or model.to_torch,
+        torch_model=torch_model or partial(_itself, module),
         torch_loss=torch_loss or _torch_loss(model, example),
         loss_fn=without_frozen(loss_fn or _loss_fn(model, example), model.frozen),
         batch=batch or example.batch,
         rows=rows or example.rows or 1,
         optimizer=frozen_too(optimizer or _decaying_matrices(AdamW(lr=1e-3), model), model.frozen),
         clip_norm=clip_norm,
+        module=module,
+        outputs=Outputs(
+            in_torch=lambda module, batch: model.original.call(module, example.in_torch(batch)),
+            in_jax=lambda params, batch, state: model(params, example.in_jax(batch), None, state)[0],
+            batch=of_module,
+            rows=rows or example.rows or 1,
+            fixed_rows=example.rows is None,
+        ),
     )
 
 
-def fresh_weights(model: "ImportedModel", module: "TorchModel") -> "TorchModel":
-    """Return a function that makes the imported module with the parameters and the state of a new one.
+def _own_module(model: "ImportedModel") -> "torch.nn.Module":
+    module = model.original.module()
+    if any(x.is_meta for x in (*module.parameters(), *module.buffers())):
+        raise UserError('the module has no weights, it is on the "meta" device: import one with weights')
+    return module
+
+
+def _itself(module: Any) -> Any:
+    return module
+
+
+def with_fresh_weights(case: Case, new: "TorchModel") -> Case:
+    """Return the case of a user's own module, which gets the parameters and the state of a new one for every seed.
 
     Everything else, such as a random table in a buffer, is a constant of the imported module.
+
+    Args:
+      case: The case.
+      new: Makes a new module.
     """
+    changing = frozenset(case.buffer_names)
 
-    def made() -> "torch.nn.Module":
-        new, filled = module(), model.to_torch()
-        given = {**dict(new.named_parameters()), **dict(new.named_buffers())}
-        changing = {key: x for key, x in filled.named_buffers() if key in (model.state or ())}
-        for key, x in {**dict(filled.named_parameters()), **changing}.items():
-            x.data.copy_(given[key].data)
-        return filled
+    def torch_model() -> "torch.nn.Module":
+        module, other = case.torch_model(), new()
+        given = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+        state = {name: x for name, x in module.named_buffers() if name in changing}
+        for name, x in {**dict(module.named_parameters()), **state}.items():
+            x.data.copy_(given[name].data)
+        return module
 
-    return made
+    return replace(case, torch_model=torch_model)
 
 
 def _torch_loss(model: "ImportedModel", example: Example) -> "TorchLoss":
     def torch_loss(module: "torch.nn.Module", batch: Mapping[str, "torch.Tensor"]) -> tuple["torch.Tensor", int]:
         rows = len(next(iter(batch.values())))
-        outputs = model.call(module, example.structured(batch))
+        outputs = model.original.call(module, example.in_torch(batch))
         return default_loss.in_torch(outputs, example.rows and rows) * rows, rows
 
     return torch_loss

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 import jaxtrain
+from jaxtrain.errors import UserError
 from jaxtrain.step import TrainStep, current_scale
 from jaxtrain.transforms import Policy, policy
 from parity.case import Case
@@ -187,7 +188,14 @@ def arrays(tree: Any, precision: str) -> Any:
     def array(x: Any) -> jax.Array:
         if np.issubdtype(x.dtype, np.complexfloating):
             return jnp.asarray(x, complex_)
-        return jnp.asarray(x, real if np.issubdtype(x.dtype, np.floating) else np.int32)
+        if np.issubdtype(x.dtype, np.floating):
+            return jnp.asarray(x, real)
+        if isinstance(x, np.ndarray) and x.dtype.itemsize >= 4 and not np.array_equal(x, x.astype(np.int32)):
+            largest = x.flat[np.abs(x.astype(float)).argmax()]
+            raise UserError(
+                f"the batch has the integer {largest}, beyond int32, which JAX would wrap: draw smaller ones"
+            )
+        return jnp.asarray(x, np.int32)
 
     return jax.tree.map(array, tree)
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from parity.case import Case
 from parity.oracle.in_torch import InFloat64
-from parity.torch_side import few_threads, seeded_model, tensor
+from parity.torch_side import few_threads, in_dtype, seeded_model, tensor
 
 BATCHES = 3
 """Number of batches; later ones are drawn only while a row is untested."""
@@ -36,17 +36,18 @@ def padding_rows(model: torch.nn.Module) -> dict[str, int]:
 
 def untested_padding(case: Case, seed: int = 0) -> Iterator[str]:
     """Yield a line for each padding row of which the first batches do not show whether it is trained."""
-    model = seeded_model(case, seed).double().eval()
-    names = {id(p): name for name, p in model.named_parameters()}
-    found = dict.fromkeys(padding_rows(model), NEVER)
-    for batch in case.batches(seed, BATCHES):
-        if not found:
-            return
-        with few_threads(model), InFloat64(), _Inputs() as inputs:
-            total, _ = case.torch_loss(model, {name: tensor(x, "fp64") for name, x in batch.items()})
-            total.backward()
-        used, trainable = ({names.get(i) for i in ids} & found.keys() for ids in (inputs.used, inputs.trainable))
-        found = {name: HIDDEN if name in used else how for name, how in found.items() if name not in trainable}
+    with seeded_model(case, seed) as model:
+        in_dtype(model, torch.float64).eval()
+        names = {id(p): name for name, p in model.named_parameters()}
+        found = dict.fromkeys(padding_rows(model), NEVER)
+        for batch in case.batches(seed, BATCHES):
+            if not found:
+                return
+            with few_threads(model), InFloat64(), _Inputs() as inputs:
+                total, _ = case.torch_loss(model, {name: tensor(x, "fp64") for name, x in batch.items()})
+                total.backward()
+            used, trainable = ({names.get(i) for i in ids} & found.keys() for ids in (inputs.used, inputs.trainable))
+            found = {name: HIDDEN if name in used else how for name, how in found.items() if name not in trainable}
     for name, how in found.items():
         yield f"the padding row of {name} {how}: whether it is trained is not checked"
 

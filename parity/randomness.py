@@ -7,13 +7,13 @@ likewise.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 import torch
 from jax.extend.core import JaxprEqn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import drawn_mask, draws_mask
@@ -41,6 +41,8 @@ Masks = list[np.ndarray]
 """Dropout masks of one micro-batch: boolean, True where an element stays, in the order drawn and in JAX's layouts.
 Other random numbers are floats."""
 
+UNLIKELY = 0x5EED0FA11D2A35
+"""A seed that no model sets."""
 DRAWS = ("_bernoulli", "_uniform", "_normal", "_exponential", "_randint")
 """Names of the functions that `jax.random.bernoulli` and the functions of these numbers call under jit."""
 
@@ -135,7 +137,68 @@ _DRAWS = {
 """PyTorch's operations whose results are replaced, with the kind of their result."""
 
 
-class GivenMasks(TorchDispatchMode):
+class Draws(TorchDispatchMode):
+    """Counts, while entered, the draws of a PyTorch model that differ between calls.
+
+    What a model draws after it has seeded the generator itself, or from a generator of its own, is the same in each
+    call: it stays as it is, in a float64 run with the numbers of float32.
+
+    Attributes:
+      drawn: Number of the draws that differ.
+      own: Number of the others.
+
+    Raises:
+      UserError: Random numbers are drawn by an operation whose numbers cannot be replaced.
+
+    >>> with Draws() as draws:
+    ...     _ = torch.rand(2), torch.manual_seed(0), torch.rand(2)
+    >>> draws.drawn, draws.own
+    (1, 1)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = self.own = 0
+
+    def __enter__(self) -> Self:
+        # No draw of the given numbers moves the generator on: another state is that of a seed of the model's.
+        self.outside = torch.get_rng_state()
+        torch.manual_seed(UNLIKELY)
+        self.state = torch.get_rng_state()
+        super().__enter__()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        super().__exit__(exc_type, exc_value, traceback)
+        torch.set_rng_state(self.outside)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        before = torch.get_rng_state()
+        if func in _DRAWS and (kwargs.get("generator") or not torch.equal(before, self.state)):
+            self.own += 1
+            return _own_draw(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if func in _DRAWS:
+            torch.set_rng_state(before)
+            self.drawn += 1
+            return self.replaced(out, func, args, kwargs)
+        # Attention without dropout has the tag but draws nothing.
+        if not torch.equal(before, torch.get_rng_state()):
+            raise UserError(
+                f"the PyTorch model draws random numbers by {func}: only dropout, rand, randn, randint and exponential "
+                "numbers can use those of JAX"
+            )
+        return out
+
+    def replaced(self, out: torch.Tensor, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """Return the numbers to use in place of those that were drawn."""
+        return out
+
+
+class GivenMasks(Draws):
     """Makes PyTorch's dropout use the given masks, one after another, while entered.
 
     A mask fits an activation of its own shape or, with three or more axes, with its last axis in second place (NHWC to
@@ -157,35 +220,36 @@ class GivenMasks(TorchDispatchMode):
     def __init__(self, masks: Masks, drawn_at: Callable[[], Sequence[str]] = list) -> None:
         super().__init__()
         self.masks, self.drawn_at = masks, drawn_at
-        self.drawn = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        before = torch.get_rng_state() if random else torch.empty(0)
-        out = func(*args, **(kwargs or {}))
-        if func in _DRAWS:
-            self.drawn += 1
-            # Beyond the last mask PyTorch uses its own, so that the error can report how many there were.
-            if self.drawn > len(self.masks):
-                return out
-            torch.set_rng_state(before)
-            return _scaled(_fill(out, self.masks[self.drawn - 1], func), func, *args[1:], **(kwargs or {}))
-        # Attention without dropout has the tag but draws nothing.
-        if random and not torch.equal(before, torch.get_rng_state()):
-            raise UserError(
-                f"the PyTorch model draws random numbers by {func}: only dropout, rand, randn, randint and exponential "
-                "numbers can use those of JAX"
-            )
-        return out
+    def replaced(self, out: torch.Tensor, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """Return the mask that is next; beyond the last, PyTorch's own, so that the error can report their number."""
+        if self.drawn > len(self.masks):
+            return out
+        return _scaled(_fill(out, self.masks[self.drawn - 1], func), func, *args[1:], **kwargs)
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)
         if exc_type is None and self.drawn != len(self.masks):
             lines = self.drawn_at()
+            seeded = f" and {self.own} after it seeded its own generator, the same in each step" if self.own else ""
             raise UserError(
-                f"the JAX model drew {len(self.masks)} dropout masks, the PyTorch model {self.drawn}: "
+                f"the JAX model drew {len(self.masks)} dropout masks, the PyTorch model {self.drawn}{seeded}: "
                 f"apply dropout at the same places in both{'; JAX draws at ' if lines else ''}{'; '.join(lines)}"
             )
+
+
+def _own_draw(func: Any, args: Any, kwargs: Any) -> Any:
+    """Draw from a generator that the model seeds, in a float64 run the numbers that it draws in float32."""
+    if torch.get_default_dtype() != torch.float64:
+        return func(*args, **kwargs)
+    if func in (aten.rand.default, aten.randn.default):
+        kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
+    with _disable_current_modes():
+        narrow = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+        drawn = func(*narrow, **kwargs)
+        if func._schema.is_mutable:
+            return args[0].copy_(drawn)
+        return drawn.double() if drawn.is_floating_point() else drawn
 
 
 def _scaled(numbers: torch.Tensor, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

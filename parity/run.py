@@ -116,9 +116,11 @@ def _examine_float64(case: Case, precision: str, locate: bool, settings: Setting
 
     coverage, program = Coverage(), program_of(case, precision, settings)
     candidates, examination = compare(case, program, settings, coverage)
+    examination = _with_outputs(candidates[-1], examination)
     observed = coverage.not_exercised(case) if coverage.norms else ("the first step differs: no other was compared",)
-    examination = replace(examination, not_exercised=(*observed, *unmet_conditions(case, settings.seed)))
-    if not locate:
+    not_exercised = (*examination.not_exercised, *observed, *unmet_conditions(case, settings.seed))
+    examination = replace(examination, not_exercised=not_exercised)
+    if not locate or examination.verdict.unlocated:
         return examination
     if examination.verdict.passed:
         report("fp64: holds; watching selections")
@@ -126,6 +128,21 @@ def _examine_float64(case: Case, precision: str, locate: bool, settings: Setting
         examination = replace(examination, not_exercised=(*examination.not_exercised, *selections))
         return _tried_further(candidates[-1], program, examination, settings, coverage)
     return replace(examination, verdict=place(candidates, examination, settings))
+
+
+def _with_outputs(case: Case, examination: Examination) -> Examination:
+    """Compare the outputs of an imported module that trains alike, in evaluation."""
+    if case.outputs is None or not examination.verdict.passed:
+        return examination
+    from parity.outputs import compare_outputs
+
+    report("fp64: holds; comparing outputs in evaluation")
+    faults, missing = compare_outputs(case, examination.theirs.last)
+    examination = replace(examination, not_exercised=tuple(missing))
+    if not faults:
+        return examination
+    verdict = replace(examination.verdict, faults=tuple(faults), unlocated="training agrees, evaluation does not")
+    return replace(examination, verdict=verdict)
 
 
 def _tried_further(

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from parity.case import Batch, Case
 from parity.oracle.in_torch import InFloat64
 from parity.selections import Selections, caller
-from parity.torch_side import few_threads, seeded_model, tensor
+from parity.torch_side import few_threads, in_dtype, seeded_model, tensor
 
 TORCH = f"{Path(torch.__file__).parent}/"
 HARNESS = (f"{Path(__file__).parent}/oracle/", __file__, f"{TORCH}overrides.py", f"{TORCH}utils/_device.py")
@@ -24,8 +24,8 @@ Conditions = Iterator[tuple[str, Tensor]]
 
 def watch_torch(case: Case, batch: Batch, seed: int, selections: Selections) -> None:
     """Record the selections in building the model and in the loss of a batch, in evaluation mode and in float64."""
-    with _Watch(selections):
-        model = seeded_model(case, seed).double().eval()
+    with _Watch(selections), seeded_model(case, seed) as model:
+        in_dtype(model, torch.float64).eval()
         with few_threads(model), InFloat64():
             case.torch_loss(model, {name: tensor(x, "fp64") for name, x in batch.items()})
 

@@ -3,7 +3,7 @@
 It always runs on the CPU, so that the reference is the same on every machine.
 """
 
-import copy
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import import convert_tensors, lent
 from parity import torch_delayed, torch_fp8
 from parity.case import Case
 from parity.checkpoints import without_recomputation
@@ -44,8 +45,9 @@ def initial_weights(case: Case, seed: int) -> Tensors:
 
     Buffers that the case's tables leave out, such as a causal mask, have no counterpart in JAX.
     """
-    model = seeded_model(case, seed)
-    return with_counterpart(case, model, {name: tensor.numpy() for name, tensor in model.state_dict().items()})
+    with seeded_model(case, seed) as model:
+        tensors = {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
+        return with_counterpart(case, model, tensors)
 
 
 def with_counterpart(case: Case, model: torch.nn.Module, tensors: Tensors) -> Tensors:
@@ -105,8 +107,7 @@ def run(
     Raises:
       UserError: The micro-batches of a window have different weights, or the masks do not fit the model.
     """
-    model = seeded_model(case, seed)
-    with few_threads(model):
+    with seeded_model(case, seed) as model, few_threads(model), _other_generators():
         return _run(case, model, precision, accumulate, steps, seed, masks, variant, watch)
 
 
@@ -123,6 +124,7 @@ def _run(
 ) -> Record:
     model = torch_fp8.converted(case, in_dtype(model, WHOLE.get(precision, torch.float32)), precision)
     copied = LowPrecisionCopy(model, COPY[precision]) if precision in COPY else None
+    computing, model = (copied.model, copied.masters) if copied else (model, model)
     optimizer = case.torch_optimizer(model)
     if variant.one_ulp is not None:
         nudge = _one_ulp_off(model, variant.one_ulp)
@@ -144,11 +146,12 @@ def _run(
         if copied:
             copied.round_params()
         window_loss, weights = torch.zeros([]), set()
-        for micro_batch, mask in window:
+        for i, (micro_batch, mask) in enumerate(window):
+            _seed_others(seed, step * accumulate + i)
             with _lifted(precision):
                 masked = nullcontext() if mask is None else GivenMasks(mask, partial(mask_lines, case))
                 with _autocast(precision), without_recomputation(), masked:
-                    total, weight = checked_loss(case.torch_loss(copied.model if copied else model, micro_batch))
+                    total, weight = checked_loss(case.torch_loss(computing, micro_batch))
                     loss = total / weight / accumulate
                 scaler.scale(loss).backward()
                 if copied:
@@ -217,16 +220,18 @@ def _clip(model: torch.nn.Module, clip_norm: float | None) -> float:
 
 
 class LowPrecisionCopy:
-    """A copy of a model in a low precision, which computes the gradients of the model's float32 parameters.
+    """A model in a low precision, which computes the gradients of a float32 copy of its parameters.
 
     Attributes:
-      model: The copy.
+      model: The model, whose parameters are rounded copies.
+      masters: Modules without code, which have the float32 parameters and buffers by the same names.
     """
 
-    def __init__(self, masters: torch.nn.Module, dtype: torch.dtype) -> None:
-        self.model = copy.deepcopy(masters).to(dtype)
-        self._params = [*zip(masters.parameters(), self.model.parameters(), strict=True)]
-        self._buffers = [*zip(masters.buffers(), self.model.buffers(), strict=True)]
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        self.masters = _tensors_of(model, {})
+        self.model = in_dtype(model, dtype)
+        self._params = [*zip(self.masters.parameters(), self.model.parameters(), strict=True)]
+        self._buffers = [*zip(self.masters.buffers(), self.model.buffers(), strict=True)]
 
     def round_params(self) -> None:
         """Copy the model's parameters to the copy."""
@@ -243,6 +248,24 @@ class LowPrecisionCopy:
                     rounded.grad = None
             for buffer, converted in self._buffers:
                 buffer.copy_(converted)
+
+
+def _tensors_of(module: torch.nn.Module, copies: dict[int, Any]) -> torch.nn.Module:
+    """Return modules without code that have copies of a module's tensors; `copies` has those that were made, by id."""
+    if id(module) not in copies:
+        bare = copies[id(module)] = torch.nn.Module()
+        for name, p in module._parameters.items():
+            if p is not None and id(p) not in copies:
+                copies[id(p)] = torch.nn.Parameter(p.detach().clone(), p.requires_grad)
+            bare.register_parameter(name, None if p is None else copies[id(p)])
+        for name, x in module._buffers.items():
+            if x is not None:
+                copies.setdefault(id(x), x.detach().clone())
+            bare.register_buffer(name, None if x is None else copies[id(x)])
+        for name, part in module._modules.items():
+            bare._modules[name] = None if part is None else _tensors_of(part, copies)
+    found: torch.nn.Module = copies[id(module)]
+    return found
 
 
 class Updates:
@@ -275,19 +298,49 @@ class Updates:
 
 
 def with_exact_constants(case: Case) -> tuple[Case, tuple[str, ...]]:
-    """Return the case with the constants of its PyTorch model in float64, and their names; for float64 runs only."""
+    """Return the case with the constants of its PyTorch model in float64, and their names; for float64 runs only.
+
+    A user's own module, which cannot be built again, has none.
+    """
+    if case.module is not None:
+        return case, ()
 
     def torch_model() -> torch.nn.Module:
         model = case.torch_model()
         recompute_constants(model, case.torch_model, case.buffer_names)
         return model
 
-    changed = recompute_constants(seeded_model(case, 0), lambda: seeded_model(case, 0), case.buffer_names)
+    changed = recompute_constants(model_of(case), lambda: model_of(case), case.buffer_names)
     return replace(case, torch_model=torch_model), changed
 
 
-def seeded_model(case: Case, seed: int) -> torch.nn.Module:
-    """Return the case's model in training mode with weights drawn from `seed`; the global generator is restored."""
+@contextmanager
+def seeded_model(case: Case, seed: int) -> Iterator[torch.nn.Module]:
+    """Yield the case's model in training mode with weights drawn from `seed`; the global generator is restored.
+
+    A user's own module (`Case.module`) is set back on exit, so that it is yielded to one at a time.
+    """
+    with ExitStack() as own:
+        if case.module is not None:
+            if id(case.module) in _LENT:
+                raise RuntimeError(f"the module of {case.name} is in use: leave that `seeded_model` first")
+            _LENT.add(id(case.module))
+            own.callback(_LENT.discard, id(case.module))
+            own.enter_context(lent(case.module))
+        yield _seeded_model(case, seed)
+
+
+def model_of(case: Case) -> torch.nn.Module:
+    """Return the case's model, to read its names, shapes and classes: a user's own module is set back already."""
+    with seeded_model(case, 0) as model:
+        return model
+
+
+_LENT = set[int]()
+"""Ids of the users' modules that are in use."""
+
+
+def _seeded_model(case: Case, seed: int) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = case.torch_model()
@@ -306,14 +359,19 @@ def seeded_model(case: Case, seed: int) -> torch.nn.Module:
 
 
 def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Convert a model in place, as `model.to(dtype)`, which would drop the imaginary parts of complex buffers."""
-    return model._apply(lambda x: x.to(_dtype(x, dtype)))
+    """Convert a model in place, as `model.to(dtype)`, and what shares memory with its parameters and buffers.
+
+    Imaginary parts are kept, and float64 where others become float32: the module has it on purpose.
+    """
+    convert_tensors(model, lambda own: _dtype(own, dtype))
+    return model
 
 
-def _dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    if x.is_complex():
-        return torch.complex128 if dtype == torch.float64 else torch.complex64
-    return dtype if x.is_floating_point() else x.dtype
+def _dtype(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    if own.is_complex:
+        return torch.complex128 if torch.float64 in (dtype, own.to_real()) else torch.complex64
+    is_kept = not own.is_floating_point or (own, dtype) == (torch.float64, torch.float32)
+    return own if is_kept else dtype
 
 
 @contextmanager
@@ -326,6 +384,24 @@ def few_threads(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def _other_generators() -> Iterator[None]:
+    """Set the global generators of NumPy and Python back on exit."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+def _seed_others(seed: int, micro_step: int) -> None:
+    """Seed NumPy and Python: a module that draws from them does so differently in each micro-batch."""
+    number = int(np.random.SeedSequence([seed, micro_step]).generate_state(1)[0])
+    np.random.seed(number)
+    random.seed(number)
 
 
 def _one_ulp_off(model: torch.nn.Module, seed: int) -> Callable[..., None]:
@@ -368,7 +444,9 @@ def _windows(
 def tensor(array: np.ndarray, precision: str) -> torch.Tensor:
     """`array` as a contiguous tensor, floating ones in the dtype that a whole model is converted to for `precision`."""
     x = torch.from_numpy(np.asarray(array, order="C"))
-    return x.to(_dtype(x, {**WHOLE, **COPY}.get(precision, torch.float32)))
+    to = {**WHOLE, **COPY}.get(precision, torch.float32)
+    # `parity.case.Batch`: every precision computes on the numbers of float32.
+    return x.to(to if x.is_floating_point() else _dtype(x.dtype, to))
 
 
 def _check_alike(weights: set[int], case: Case) -> None:

@@ -10,7 +10,7 @@ from jaxtrain.errors import UserError
 from parity.case import Case
 from parity.nonfinite import cause_of_nonfinite
 from parity.oracle.in_torch import InFloat64
-from parity.torch_side import checked_loss, few_threads, seeded_model, tensor
+from parity.torch_side import checked_loss, few_threads, in_dtype, seeded_model, tensor
 
 
 def check_case(case: Case) -> None:
@@ -22,10 +22,11 @@ def check_case(case: Case) -> None:
     """
     batch = case.batch(0, case.rows)
     check_batch(batch, case.rows)
-    model = seeded_model(case, 0).double()
     tensors = {name: tensor(x, "fp64") for name, x in batch.items()}
-    with torch.random.fork_rng(devices=[]), few_threads(model), InFloat64():
-        total, weight = checked_loss(case.torch_loss(model, tensors))
+    with seeded_model(case, 0) as model:
+        in_dtype(model, torch.float64)
+        with torch.random.fork_rng(devices=[]), few_threads(model), InFloat64():
+            total, weight = checked_loss(case.torch_loss(model, tensors))
     if not weight > 0:
         raise UserError(f"torch_loss returned the weight {weight:g}: return one above 0, as the number of rows")
     if not torch.isfinite(total):

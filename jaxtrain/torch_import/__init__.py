@@ -18,6 +18,10 @@ ops       the table of operations, a file a family
 refusals  errors with the line of PyTorch code
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 from jaxtrain.torch_import.causal_lm import CausalLM as CausalLM
 from jaxtrain.torch_import.causal_lm import load_causal_lm as load_causal_lm
 from jaxtrain.torch_import.causal_lm import open_causal_lm as open_causal_lm
@@ -29,5 +33,20 @@ from jaxtrain.torch_import.graph import Spec as Spec
 from jaxtrain.torch_import.model import ImportedModel, from_torch
 from jaxtrain.torch_import.ops import TABLE as TABLE
 from jaxtrain.torch_import.saved import SavedModel, load_imported
+
+
+def lent(module: Any) -> AbstractContextManager[None]:
+    """Return `capture.own_module.lent` of a module, whose import needs PyTorch."""
+    from jaxtrain.torch_import.capture import own_module
+
+    return own_module.lent(module)
+
+
+def convert_tensors(module: Any, to: Callable[[Any], Any]) -> None:
+    """Call `capture.own_module.convert_tensors`, whose import needs PyTorch."""
+    from jaxtrain.torch_import.capture import own_module
+
+    own_module.convert_tensors(module, to)
+
 
 __all__ = ["ImportedModel", "SavedModel", "from_torch", "load_imported"]

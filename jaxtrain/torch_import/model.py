@@ -2,8 +2,9 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,20 @@ Call = Callable[[Any, Any], Any]
 """From (module, batch of tensors) to the module's result."""
 
 
+class Original(NamedTuple):
+    """What a user gave to `from_torch`.
+
+    Attributes:
+      module: Returns the user's own module.
+      example: The example batch, with its constants, in the user's structure and dtypes.
+      call: From (module, batch in that structure) to the module's result.
+    """
+
+    module: "Callable[[], torch.nn.Module]"
+    example: Any
+    call: Call
+
+
 class ImportedModel(GraphModel):
     """A PyTorch module as a pure function, made by `from_torch`.
 
@@ -43,6 +58,7 @@ class ImportedModel(GraphModel):
       state: Buffers that training changes, by name, such as BatchNorm's statistics; None if there are none.
       example: The example batch, as arrays.
       call: From (PyTorch's module, batch of tensors) to the module's result.
+      original: The user's own module, example and call.
     """
 
     def __init__(
@@ -55,9 +71,11 @@ class ImportedModel(GraphModel):
         fixed: Mapping[str, Any],
         ops: Mapping[str, Callable[..., Any]],
         unroll: bool,
+        original: Original,
     ) -> None:
         from jaxtrain.torch_import.capture import as_array, as_arrays, persistent_buffers, shape_of
 
+        self.original = original
         self._structure, self._ops = structure, dict(ops)
         self.example, self._fixed = example, dict(fixed)
         self.call = (lambda module, batch: call(module, {**batch, **fixed})) if fixed else call
@@ -137,7 +155,8 @@ class ImportedModel(GraphModel):
           loss_fn: The same loss in JAX, for example from `loss`.
           batch: As `parity.Case.batch`; None draws batches like the example (`parity.example_batches`).
           rows: Rows of a batch; None for those of the example.
-          torch_model: As `parity.Case.torch_model`; None for copies with the imported weights.
+          torch_model: As `parity.Case.torch_model`; None for the user's own module, which is used as it is, in its own
+            structures and dtypes, and set back after every use.
           optimizer: As `parity.Case.optimizer`; None for AdamW with a learning rate of 1e-3, of which matrices decay.
           clip_norm: As `parity.Case.clip_norm`; 1 by default.
 
@@ -323,7 +342,8 @@ def from_torch(
 
     The module is captured by `torch.export`, in training and in evaluation mode, and evaluated by JAX's operations with
     PyTorch's gradients. A capture that computes something else than the module itself, on other parameters and inputs,
-    is refused. The weights are copied. Of a module on the "meta" device `params` has shapes and dtypes only.
+    is refused. The weights are copied; the module itself is kept for `ImportedModel.case`. Of a module on the "meta"
+    device `params` has shapes and dtypes only.
 
     Args:
       module: The module, which is not modified, or a folder of a model of `transformers`, which loads it in float32 and
@@ -356,8 +376,12 @@ def from_torch(
     from jaxtrain.torch_import.capture import as_array, pretrained, structure_of
 
     if isinstance(module, Path | str):
-        module = pretrained(module)
+        # A folder is read again, so that its weights are not kept twice.
+        own, module = partial(pretrained, module), pretrained(module)
+    else:
+        own = partial(_itself, module)
     _check_module(module)
+    original = Original(own, example_batch, call or _call)
     if call is None:
         _check_arguments(module, example_batch)
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
@@ -368,7 +392,13 @@ def from_torch(
         example_batch = {key: x for key, x in example_batch.items() if key not in fixed}
     example = jax.tree.map(as_array, example_batch)
     refuse_beyond_int32(example)
-    return ImportedModel(structure_of(module), tensors, frozen, example, call or _call, fixed, ops or {}, unroll)
+    return ImportedModel(
+        structure_of(module), tensors, frozen, example, call or _call, fixed, ops or {}, unroll, original
+    )
+
+
+def _itself(module: "torch.nn.Module") -> "torch.nn.Module":
+    return module
 
 
 def _check_module(module: Any) -> None:

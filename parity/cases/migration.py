@@ -17,7 +17,7 @@ from jaxtrain.step import train_step
 from parity.case import Case
 from parity.cases import gpt2
 from parity.optimizer import ADAM_MOMENTS, Optimizer
-from parity.torch_side import seeded_model
+from parity.torch_side import model_of
 
 STOPPED, LAST = 50, 100
 CONFIG = replace(gpt2.CONFIG, n_layer=1)
@@ -57,7 +57,7 @@ def _adamw(params: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Adam
 
 def _train(case: Case, path: Path) -> None:
     """Run PyTorch up to step 50 and save a checkpoint as in its tutorials."""
-    model = seeded_model(case, 0)
+    model = model_of(case)
     optimizer = _adamw(model.named_parameters())
     scheduler = OneCycleLR(optimizer, 3e-3, total_steps=LAST)
     for batch in case.batches(0, STOPPED):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from parity.case import Case
-from parity.imported import fresh_weights, imported_case
+from parity.imported import imported_case, with_fresh_weights
 
 if TYPE_CHECKING:
     from jaxtrain.torch_import import ImportedModel
@@ -36,4 +36,4 @@ def imported(name: str, factory: Factory, *, unroll: bool = False) -> tuple["Imp
     from jaxtrain.torch_import import from_torch
 
     model = from_torch(*factory(), unroll=unroll)
-    return model, imported_case(model, name, torch_model=fresh_weights(model, lambda: factory()[0]))
+    return model, with_fresh_weights(imported_case(model, name), lambda: factory()[0])

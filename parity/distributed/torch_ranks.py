@@ -17,12 +17,12 @@ from torch.nn import Module, ModuleList
 from torch.nn.parallel import DistributedDataParallel
 
 from jaxtrain.distributed import DATA, DCN, FSDP, data_parallel_size, parse_mesh
-from parity.case import Batch
+from parity.case import Batch, Case
 from parity.distributed.processes import free_port, in_processes
 from parity.distributed.training import Scaling, Training
 from parity.oracle.in_torch import InFloat64
 from parity.record import Record
-from parity.torch_side import AUTOCAST, WHOLE, Updates, full_tensor, seeded_model, snapshot, tensor
+from parity.torch_side import AUTOCAST, WHOLE, Updates, full_tensor, in_dtype, seeded_model, snapshot, tensor
 
 
 def run(trainings: Sequence[Training]) -> list[Record]:
@@ -50,8 +50,13 @@ def _rank(trainings: Sequence[Training]) -> list[Record] | None:
 
 
 def _train(training: Training) -> Record:
-    case, k, precision = training.case(), training.accumulate, training.precision
-    model = seeded_model(case, training.seed).to(WHOLE.get(precision, torch.float32))
+    case = training.case()
+    with seeded_model(case, training.seed) as model:
+        return _train_model(case, in_dtype(model, WHOLE.get(training.precision, torch.float32)), training)
+
+
+def _train_model(case: Case, model: Module, training: Training) -> Record:
+    k, precision = training.accumulate, training.precision
     called, accumulating = _distributed(model, training.mesh)
     optimizer = case.torch_optimizer(model)
     scheduler = None if case.optimizer.scheduler is None else case.optimizer.scheduler(optimizer)

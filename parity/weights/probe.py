@@ -1,7 +1,8 @@
 """The losses of both models in float64, and the perturbations of a tensor whose effects on them are compared."""
 
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
 from parity.record import Tensors
-from parity.torch_side import few_threads, seeded_model, tensor
+from parity.torch_side import few_threads, in_dtype, seeded_model, tensor
 
 Shape = tuple[int, ...]
 MAX_DISTANCE = 1e-6
@@ -38,9 +39,14 @@ class Probe:
     jax_draws: Callable[[], bool]
 
 
-def probe_of(case: Case) -> Probe:
-    """Return the losses of both models on the case's first batch, in evaluation mode, without dropout."""
-    model = seeded_model(case, 0).double().eval()
+@contextmanager
+def probe_of(case: Case) -> Iterator[Probe]:
+    """Yield the losses of both models on the case's first batch, in evaluation mode, without dropout."""
+    with seeded_model(case, 0) as model:
+        yield _probe_of(case, in_dtype(model, torch.float64).eval())
+
+
+def _probe_of(case: Case, model: torch.nn.Module) -> Probe:
     batch = {name: wide(x) for name, x in case.batch(0, case.rows).items()}
     tensors = {name: tensor(x, "fp64") for name, x in batch.items()}
 

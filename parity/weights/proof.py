@@ -62,15 +62,19 @@ def prove(case: Case) -> Proof:
     """
     given = case
     case = with_tables(case)
-    model, (table, buffers) = seeded_model(case, 0), case.tables
-    ties = {**tied_names(model), **table.tied}
-    shared = set(tied_names(model).values())
+    table, buffers = case.tables
     params_used = _used(table, case.params_like)
     buffers_used = [] if buffers is None else _used(buffers, case.state_like)
-    weights = random_weights(model, {*params_used, *buffers_used})
+    with seeded_model(case, 0) as model:
+        tied_in_torch = tied_names(model)
+        n_tensors = len(dict(model.named_parameters(remove_duplicate=False)))
+        weights = random_weights(model, {*params_used, *buffers_used})
+        used = with_counterpart(case, model, weights).keys()
+    ties = {**tied_in_torch, **table.tied}
+    shared = set(tied_in_torch.values())
 
     def to_jax(weights: Tensors) -> tuple[Any, Any]:
-        return from_torch(case, with_counterpart(case, model, weights))
+        return from_torch(case, {name: x for name, x in weights.items() if name in used})
 
     named = params_used if given.names is None else _used(given.names, given.params_like)
     twice = sorted(name for name, times in Counter([*named, *buffers_used]).items() if times > 1 and name not in shared)
@@ -81,29 +85,28 @@ def prove(case: Case) -> Proof:
     if twice:
         raise UserError(f"the tensors do not fit the model: {'; '.join(f'used twice {name}' for name in twice)}")
 
-    probe = probe_of(case)
-    theirs, ours = probe.torch_loss(weights), probe.jax_loss(params, state)
-    if not relative_distance(ours, theirs, theirs) <= MAX_DISTANCE:
-        raise UserError(
-            f"the models of {case.name} differ at the same weights, in losses {theirs:.9g} and {ours:.9g}: "
-            "make them agree before proving their weights"
-        )
     distances: dict[str, float] = {}
     unproven = []
-    for name in params_used:
-        changed = {**weights, name: weights[name] + random_perturbation(name, weights[name].shape)}
-        changed |= {alias: changed[name] for alias, of in ties.items() if of == name and alias in weights}
-        changes = probe.jax_loss(*to_jax(changed)) - ours, probe.torch_loss(changed) - theirs
-        if max(map(abs, changes)) <= NEGLIGIBLE_CHANGE * abs(theirs):
-            unproven.append(name)
-        else:
-            distances[name] = relative_distance(*changes, theirs)
+    with probe_of(case) as probe:
+        theirs, ours = probe.torch_loss(weights), probe.jax_loss(params, state)
+        if not relative_distance(ours, theirs, theirs) <= MAX_DISTANCE:
+            raise UserError(
+                f"the models of {case.name} differ at the same weights, in losses {theirs:.9g} and {ours:.9g}: "
+                "make them agree before proving their weights"
+            )
+        for name in params_used:
+            changed = {**weights, name: weights[name] + random_perturbation(name, weights[name].shape)}
+            changed |= {alias: changed[name] for alias, of in ties.items() if of == name and alias in weights}
+            changes = probe.jax_loss(*to_jax(changed)) - ours, probe.torch_loss(changed) - theirs
+            if max(map(abs, changes)) <= NEGLIGIBLE_CHANGE * abs(theirs):
+                unproven.append(name)
+            else:
+                distances[name] = relative_distance(*changes, theirs)
     wrong = [f"{name} ({apart:.1e} apart)" for name, apart in distances.items() if not apart <= MAX_DISTANCE]
     if wrong:
         raise UserError(f"perturbed alone, these change the losses of {case.name} differently: {', '.join(wrong)}")
     n_leaves = len([*leaves(case.params_like), *leaves(case.state_like or {})])
     tied = {alias: name for alias, name in ties.items() if alias in weights}
-    n_tensors = len(dict(model.named_parameters(remove_duplicate=False)))
     return Proof(n_tensors, len(buffers_used), n_leaves, tied, distances, tuple(unproven))
 
 

@@ -14,7 +14,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam, leaves
 from parity.case import Case
 from parity.jax_side import from_torch
-from parity.torch_side import seeded_model, with_counterpart
+from parity.torch_side import model_of, with_counterpart
 from parity.validity import check_case
 from parity.weights.assignment import Choice, Costs, Match, Side, no_costs
 from parity.weights.by_values import by_values
@@ -63,7 +63,7 @@ def with_tables(case: Case) -> Case:
 def completed(case: Case) -> tuple[Case, tuple[str, ...]]:
     """Return the case of `with_tables`, and notes on what it proposes, ties and leaves out."""
     case, notes = proposed(case)
-    case, tied = tie_leaves(case, tied_names(seeded_model(case, 0)))
+    case, tied = tie_leaves(case, tied_names(model_of(case)))
     return case, (*notes, *tied)
 
 
@@ -74,7 +74,7 @@ def proposed(case: Case) -> tuple[Case, tuple[str, ...]]:
       UserError: Something in the case is wrong (`parity.validity`), or as in `with_tables`.
     """
     check_case(case)
-    model = seeded_model(case, 0)
+    model = model_of(case)
     left_out = _left_out(case, model)
     notes = [f"{name} is left out: {_why(model, name)}" for name in sorted(left_out)[:LISTED]]
     if left_out:
@@ -108,7 +108,7 @@ def _left_out(case: Case, model: torch.nn.Module) -> set[str]:
         return set()
     for names in _unions(unused_parameters(case), frozen, _spare_buffers(case, model)):
         without = without_tensors(case, names)
-        smaller = seeded_model(without, 0)
+        smaller = model_of(without)
         if _fits(smaller, case) or _untyings(without, smaller):
             return names
     return set()  # the faults of the whole model say more than those without some of its tensors
@@ -143,7 +143,7 @@ def _untyings(case: Case, model: torch.nn.Module) -> list[Case]:
     """The case with as few tied parameters untied as its leaves need, in every way that leaves nothing over."""
     for _, ways in groupby(ways_to_untie(model), key=len):
         versions = [untied(case, groups) for groups in ways]
-        if fitting := [version for version in versions if _fits(seeded_model(version, 0), case)]:
+        if fitting := [version for version in versions if _fits(model_of(version), case)]:
             return fitting
     return []
 
@@ -170,7 +170,7 @@ def proposal_of(case: Case) -> Proposal:
       UserError: Some tensors or leaves have no counterpart; or the losses differ, and neither values nor names tell
         which tensor some leaves are, or which of several names of a tied one.
     """
-    model = seeded_model(case, 0)
+    model = model_of(case)
     if case.names is not None or _fits(model, case):
         return _proposal_of(case)
     versions = _untyings(case, model)
@@ -191,15 +191,20 @@ def proposal_of(case: Case) -> Proposal:
 def _agrees(case: Case, proposal: Proposal) -> bool:
     """Whether both losses are equal under random weights."""
     whole = replace(case, names=proposal.names, buffers=proposal.buffers)
-    model, probe = seeded_model(case, 0), probe_of(case)
+    model = model_of(case)
     weights = random_weights(model, model.state_dict().keys())
     arguments = from_torch(whole, with_counterpart(whole, model, weights))
-    theirs, ours = probe.torch_loss(weights), probe.jax_loss(*arguments)
+    with probe_of(case) as probe:
+        theirs, ours = probe.torch_loss(weights), probe.jax_loss(*arguments)
     return relative_distance(ours, theirs, theirs) <= MAX_DISTANCE
 
 
 def _proposal_of(case: Case) -> Proposal:
-    model, probe = seeded_model(case, 0), probe_of(case)
+    with probe_of(case) as probe:
+        return _probed(case, model_of(case), probe)
+
+
+def _probed(case: Case, model: torch.nn.Module, probe: Probe) -> Proposal:
     of_images = _sides(model, case.params_like, case.state_like, _image_channels(model))
     if not any(side.ambiguous for side in of_images):
         return _proposal(model, case, [side.assigned(no_costs) for side in of_images])

@@ -18,7 +18,7 @@ from parity.bars import FIRST_BAR, LAST_BAR, RATIO_BAR
 from parity.cases import gpt2, migration
 from parity.compare import relative
 from parity.jax_side import arrays
-from parity.torch_side import seeded_model
+from parity.torch_side import model_of
 
 STOPPED, LAST, K = 50, 100, 4
 CONFIG = replace(gpt2.CONFIG, n_layer=1, n_embd=16, n_head=2, vocab_size=31)
@@ -39,7 +39,7 @@ class Script:
     """A training script as PyTorch's users write it; `losses` and `scales` of its steps."""
 
     def __init__(self, dtype=torch.float32, low=None):
-        self.model = seeded_model(CASE, 0).to(dtype)
+        self.model = model_of(CASE).to(dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), eps=1e-5, weight_decay=0.1)
         self.scheduler = OneCycleLR(self.optimizer, 1e-2, total_steps=LAST + 1)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=12)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxtrain.models.attention import attention
 from parity import torch_side
 from parity.case import Case
 from parity.cases import bert, cnn_bn, gpt2, llama, mlp, t5, vit
+from parity.oracle.in_torch import InFloat64
 from parity.randomness import GivenMasks, dropout_mask_fn, dropout_masks, permute_masks
 from parity.run import check
 
@@ -195,8 +197,22 @@ def test_uniform_and_normal_numbers_are_shared_in_the_order_of_the_draws() -> No
         drawn = [torch.empty(4).bernoulli_(0.5), torch.rand(4), torch.randn_like(torch.ones(4))]
     for ours, theirs in zip(given, drawn, strict=True):
         np.testing.assert_array_equal(theirs.numpy(), ours)
-    with pytest.raises(UserError, match="draws random numbers where the PyTorch model calls"):
-        GivenMasks(given[1:]).__torch_dispatch__(torch.ops.aten.bernoulli_.float, (), (torch.empty(4),))
+    with (
+        pytest.raises(UserError, match="draws random numbers where the PyTorch model calls"),
+        GivenMasks(given[1:]),
+    ):
+        torch.empty(4).bernoulli_(0.5)
+
+
+def test_what_follows_a_seed_of_the_model_is_its_own() -> None:
+    torch.manual_seed(0)
+    own = torch.randn(2), F.dropout(torch.ones(2, 3)), torch.rand_like(torch.ones(2))
+    for wide in (nullcontext, InFloat64):
+        with wide(), GivenMasks(masks((2, 3))):
+            F.dropout(torch.ones(2, 3))
+            torch.manual_seed(0)
+            found = torch.randn(2), F.dropout(torch.ones(2, 3)), torch.rand_like(torch.ones(2))
+        assert all(torch.equal(x.float(), expected) for x, expected in zip(found, own, strict=True))
 
 
 @pytest.mark.parametrize(("given", "drops"), [(2, 1), (1, 3), (0, 1), (1, 0)])

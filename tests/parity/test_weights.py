@@ -229,10 +229,10 @@ def test_models_that_agree_only_at_the_weights_are_not_proved() -> None:
         off = params["w4"] - jnp.asarray(start, params["w4"].dtype)
         return jaxtrain.Loss(loss.total + jnp.sum(off), loss.weight), metrics
 
-    from parity.torch_side import seeded_model
+    from parity.torch_side import model_of
     from parity.weights.probe import random_weights
 
-    start = random_weights(seeded_model(attention(ATTENTION_NAMES), 0), {"mix"})["mix"]
+    start = random_weights(model_of(attention(ATTENTION_NAMES)), {"mix"})["mix"]
     case = dataclasses.replace(attention(ATTENTION_NAMES), loss_fn=stopped)
     with pytest.raises(UserError, match=r"perturbed alone, these change the losses of attention differently: mix \("):
         prove(case)
@@ -240,16 +240,17 @@ def test_models_that_agree_only_at_the_weights_are_not_proved() -> None:
 
 def test_probing_applies_no_dropout_and_leaves_the_case_unchanged() -> None:
     case = mlp(dropout=0.5)
-    probe = probe_of(case)
     weights = {name: x.numpy() for name, x in torch.nn.Module.state_dict(case.torch_model()).items()}
     params = case.names.to_jax(weights, like=case.params_like)
-    assert probe.torch_loss(weights) == pytest.approx(probe.jax_loss(params, None), rel=1e-12)
+    with probe_of(case) as probe:
+        torch_loss, jax_loss = probe.torch_loss(weights), probe.jax_loss(params, None)
+    assert torch_loss == pytest.approx(jax_loss, rel=1e-12)
     batch = case.batch(0, case.rows)
     plain = mlp().torch_model()
     plain.load_state_dict({name: torch.from_numpy(x) for name, x in weights.items()})
     logits = plain(torch.from_numpy(batch["image"]))
     expected = F.cross_entropy(logits, torch.from_numpy(batch["label"])).item()
-    assert probe.torch_loss(weights) == pytest.approx(expected, rel=1e-5)
+    assert torch_loss == pytest.approx(expected, rel=1e-5)
 
 
 class Sequence(torch.nn.Module):

@@ -42,7 +42,7 @@ def test_arrays_without_common_rows_are_one_row() -> None:
     ids, hidden = Example((np.ones((6, 2), np.int64), np.zeros((1, 2, 5)))), np.zeros((1, 2, 5))
     assert ids.rows is None
     batch = ids.batch(0, 1)
-    assert [x.shape for x in ids.structured(batch)] == [(6, 2), hidden.shape]
+    assert [x.shape for x in ids.in_jax(batch)] == [(6, 2), hidden.shape]
     with pytest.raises(jt.UserError, match="'input' is complex"):
         Example(np.ones(3, complex))
 

@@ -18,6 +18,7 @@ no_grad    regions without gradient
 autocast   conversions to float32 and regions without autocast
 pretrained models of transformers in folders
 causal_lm  language models in folders, without their weights
+own_module  the user's module itself, used and set back
 packed_rows  how such models take rows of several examples
 convert    PyTorch's graph to ours
 origins    where operations come from

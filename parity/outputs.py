@@ -1,0 +1,230 @@
+"""What an imported module returns in evaluation, beside the user's own module.
+
+A training run compares what the loss shows, in float64 and on batches like the example. Here every output is compared
+by name, with the weights and the statistics at the end of such a run: in float64, where integers must be equal, on the
+run's batches, on fewer rows and with other padding; and in the numbers that users train in, PyTorch's with the module's
+own dtypes and JAX's in 32 bits, where an integer that wraps or a float64 that is rounded shows.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+
+from jaxtrain.errors import UserError
+from parity import jax_side
+from parity.bars import LAST_BAR, SINGLE
+from parity.case import Batch, Case, Outputs
+from parity.conditions import REFUSALS, ragged
+from parity.named_outputs import named_outputs
+from parity.oracle.compiled import jit, jit_as_written
+from parity.oracle.in_jax import in_float64
+from parity.oracle.in_torch import InFloat64
+from parity.randomness import Draws
+from parity.record import Snapshot, Tensors
+from parity.torch_side import few_threads, in_dtype, seeded_model, tensor, with_counterpart
+
+BATCHES = 2
+"""Number of batches of each kind."""
+GROSS = 1e-4
+"""Distance of 32-bit outputs from float64, relative to them, that may be a fault: far above rounding."""
+NOISE = 100.0
+"""The same, in units of PyTorch's own distance and of what one ulp of float32 in weights and inputs causes."""
+NUDGES = 2
+"""Number of PyTorch's runs from weights and inputs one ulp off."""
+
+logger = logging.getLogger(__name__)
+
+
+def compare_outputs(case: Case, trained: Snapshot, bar: float = LAST_BAR) -> tuple[list[str], list[str]]:
+    """Compare the outputs of a case in evaluation.
+
+    Args:
+      case: The case of an imported module.
+      trained: Parameters and buffers to evaluate with, by PyTorch's names.
+      bar: Largest relative distance in float64.
+
+    Returns:
+      A tuple (a line for each difference, a line for each comparison that was not made).
+    """
+    assert case.outputs is not None
+    weights = _own_weights(case, trained)
+    faults: list[str] = []
+    try:
+        for kind, batches in _batches(case.outputs):
+            theirs = _in_torch(case, weights, batches, "fp64")
+            if theirs is None:  # what PyTorch itself refuses says nothing about the import
+                continue
+            ours = _in_jax(case, weights, batches, "fp64")
+            if theirs.draws:
+                return ["evaluation: PyTorch's module draws random numbers, which the imported one leaves out"], []
+            faults += _apart(kind, ours, theirs.outputs, bar)
+            if kind == USUAL and not faults:
+                faults += _in_own_numbers(case, weights, batches, theirs.outputs)
+    except UserError as error:
+        return faults, [f"outputs in evaluation were not compared: {error}"]
+    return faults, []
+
+
+USUAL = ""
+
+
+class Evaluated(NamedTuple):
+    """PyTorch's outputs of each batch, and the number of its draws of random numbers that differ between calls."""
+
+    outputs: list[Tensors]
+    draws: int
+
+
+def _batches(outputs: Outputs) -> Iterator[tuple[str, list[Batch]]]:
+    """Yield the batches of each kind."""
+    usual: list[Batch] = [outputs.batch(seed, outputs.rows) for seed in range(BATCHES)]
+    yield USUAL, usual
+    padded: list[Batch] = [{name: ragged(x) for name, x in batch.items()} for batch in usual]
+    if any(not np.array_equal(x, padded[0][name]) for name, x in usual[0].items()):
+        yield " with other padding", padded
+    if outputs.rows > 1 and not outputs.fixed_rows:
+        yield " of fewer rows", [outputs.batch(BATCHES, outputs.rows - 1)]
+
+
+def _own_weights(case: Case, trained: Snapshot) -> Tensors:
+    """Return the parameters and buffers of a float64 run as the user's module holds them, in its own dtypes."""
+    with seeded_model(case, 0) as model:
+        _load(model, {**trained.params, **trained.buffers})
+        return with_counterpart(case, model, {name: _array(x).copy() for name, x in _tensors(model)})
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _load(model: torch.nn.Module, tensors: Tensors) -> None:
+    with torch.no_grad():
+        for name, x in _tensors(model):
+            if name in tensors:
+                x.copy_(torch.from_numpy(np.asarray(tensors[name])))
+
+
+def _in_torch(
+    case: Case, weights: Tensors, batches: Sequence[Batch], precision: str, nudge: int | None = None
+) -> Evaluated | None:
+    """Evaluate batches in PyTorch, one after another; None if it refuses one."""
+    assert case.outputs is not None
+    rng = None if nudge is None else np.random.default_rng(nudge)
+    with seeded_model(case, 0) as model:
+        _load(model, {name: _nudged(x, rng) for name, x in weights.items()})
+        if precision == "fp64":
+            in_dtype(model, torch.float64)
+        model.eval()
+        found, draws = [], Draws()
+        for batch in batches:
+            given = {name: tensor(_nudged(x, rng), precision) for name, x in batch.items()}
+            try:
+                with few_threads(model), torch.no_grad(), InFloat64() if precision == "fp64" else nullcontext(), draws:
+                    found.append(_named(case.outputs.in_torch(model, given)))
+            except REFUSALS as error:
+                logger.info("%s: refused by PyTorch: %s: %s", case.name, type(error).__name__, error)
+                return None
+        return Evaluated(found, draws.drawn)
+
+
+def _nudged(x: np.ndarray, rng: np.random.Generator | None) -> np.ndarray:
+    """Return floats that are off by one ulp of float32, up or down at random."""
+    if rng is None or not np.issubdtype(x.dtype, np.floating):
+        return x
+    return (x * (1 + SINGLE * rng.choice([-1.0, 1.0], x.shape))).astype(x.dtype)
+
+
+def _named(outputs: Any) -> Tensors:
+    return {name: _array(x) for name, x in named_outputs(outputs).items()}
+
+
+def _array(x: Any) -> np.ndarray:
+    if not isinstance(x, torch.Tensor):
+        return np.asarray(x)
+    x = x.detach().resolve_conj().resolve_neg()
+    # NumPy has no bfloat16.
+    return np.asarray((x.float() if x.dtype == torch.bfloat16 else x).numpy())
+
+
+def _in_jax(case: Case, weights: Tensors, batches: Sequence[Batch], precision: str) -> list[Tensors]:
+    """Return JAX's outputs of batches, in fp32 without simplified arithmetic, as if called outside of `jax.jit`."""
+    assert case.outputs is not None
+    exact = precision == "fp64"
+    with jax.enable_x64(exact), jax.numpy_dtype_promotion("standard"):
+        fn = jit(in_float64(case.outputs.in_jax)) if exact else jit_as_written(case.outputs.in_jax)
+        given = jax_side.arrays(jax_side.from_torch(case, weights), precision)
+        params, state = given
+        return [_named(fn(params, jax_side.arrays(batch, precision), state)) for batch in batches]
+
+
+def _apart(kind: str, ours: Sequence[Tensors], theirs: Sequence[Tensors], bar: float) -> Iterator[str]:
+    """Yield a line for each output that differs in float64."""
+    for our, their in zip(ours, theirs, strict=True):
+        where = f"evaluation{kind}"
+        if our.keys() != their.keys():
+            names = ", ".join(sorted(our.keys() ^ their.keys()))
+            yield f"{where}: only one side returns {names or 'a tensor'}"
+            return
+        for name, x in their.items():
+            found = our[name]
+            if found.shape != x.shape or _is_exact(found) != _is_exact(x):
+                yield f"{where}: {_output(name)} is {_described(found)}, in PyTorch {_described(x)}"
+            elif _is_exact(x) and (wrong := np.count_nonzero(found != x)):
+                yield f"{where}: {_output(name)} has {wrong} of {x.size} other numbers than PyTorch's"
+            elif not _is_exact(x) and (distance := _distance(found, x)) > bar:
+                yield f"{where}: {_output(name)} is {distance:.1e} apart, over {bar:.0e}"
+
+
+def _in_own_numbers(case: Case, weights: Tensors, batches: Sequence[Batch], truth: Sequence[Tensors]) -> Iterator[str]:
+    """Yield a line for each output that is far from PyTorch's in the dtypes of users, on every batch."""
+    runs = [_in_torch(case, weights, batches, "fp32", nudge) for nudge in (None, *range(NUDGES))]
+    own = [run.outputs for run in runs if run is not None]
+    if runs[0] is None:  # in float64 PyTorch takes it, in its own dtypes it does not
+        return
+    ours = _in_jax(case, weights, batches, "fp32")
+    for name, x in truth[0].items():
+        distances = []
+        for i, true in enumerate(truth):
+            noise = [_far(run[i][name], own[0][i][name] if _is_exact(x) else true[name]) for run in own]
+            off = _far(ours[i][name], own[0][i][name] if _is_exact(x) else true[name])
+            distances.append(off if off > max(GROSS, NOISE * max(noise)) else 0.0)
+        if all(distances):
+            yield (
+                f"evaluation in the module's own dtypes: {_output(name)} is {max(distances):.1e} apart, far beyond "
+                "rounding: a number does not fit into 32 bits"
+            )
+
+
+def _far(x: np.ndarray, true: np.ndarray) -> float:
+    """Relative distance of the elements that are finite in `true`; of integers, the part that differs."""
+    if _is_exact(true):
+        return float(np.mean(x != true)) if x.size else 0.0
+    finite = np.isfinite(true)
+    return _distance(x[finite], true[finite]) if x.shape == true.shape else np.inf
+
+
+def _distance(x: np.ndarray, true: np.ndarray) -> float:
+    """Relative distance; infinite if only one is finite somewhere."""
+    finite = np.isfinite(true)
+    if not np.array_equal(finite, np.isfinite(x)) or not np.array_equal(x[~finite], true[~finite], equal_nan=True):
+        return np.inf
+    size, distance = np.linalg.norm(true[finite]), np.linalg.norm(x[finite] - true[finite])
+    return float(distance / size) if size else float(distance)
+
+
+def _is_exact(x: np.ndarray) -> bool:
+    return x.dtype.kind in "iub"
+
+
+def _output(name: str) -> str:
+    return f"output {name!r}" if name else "the output"
+
+
+def _described(x: np.ndarray) -> str:
+    return f"{'integers' if x.dtype.kind in 'iu' else x.dtype.name} {list(x.shape)}"
