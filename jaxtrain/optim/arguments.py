@@ -10,6 +10,8 @@ import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
+from jaxtrain.optim.complex_parameters import with_complex
+from jaxtrain.optim.gradient import Mask
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -61,7 +63,14 @@ def optimizer(factory: _F) -> _F:
             _check_rate(factory.__name__, args[0] if args else kwargs.get("learning_rate", 0.0))
         for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
             _check_bounds(factory.__name__, name, value)
-        return factory(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+
+        def make(mask: Mask) -> optax.GradientTransformation:
+            chosen = {**given.arguments, **({"mask": mask} if "mask" in given.arguments else {})}
+            made: optax.GradientTransformation = factory(**chosen)
+            return made
+
+        return with_complex(factory.__name__, make, given.arguments.get("mask"))
 
     return cast(_F, build)
 

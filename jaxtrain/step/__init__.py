@@ -12,6 +12,9 @@ from jaxtrain.step.clip import clip_grad_norm as clip_grad_norm
 from jaxtrain.step.clip import clip_grad_value as clip_grad_value
 from jaxtrain.step.compiler_options import CompilerOptions as CompilerOptions
 from jaxtrain.step.compiler_options import compiler_options as compiler_options
+from jaxtrain.step.complex_parameters import as_complex as as_complex
+from jaxtrain.step.complex_parameters import as_real as as_real
+from jaxtrain.step.complex_parameters import refuse_complex as refuse_complex
 from jaxtrain.step.diagnosis import takes_one_batch as takes_one_batch
 from jaxtrain.step.evaluation import eval_step
 from jaxtrain.step.first_loss import cause_in_batch as cause_in_batch

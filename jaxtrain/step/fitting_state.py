@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
 from jaxtrain.paths import partition, path_name
+from jaxtrain.step.complex_parameters import as_real
 from jaxtrain.step.mistakes import difference, same_structure
 from jaxtrain.step.parts import StepParts
 from jaxtrain.step.state import TrainState, require_state
@@ -41,7 +42,8 @@ def require_fitting(parts: StepParts, state: Any, batch: Any = None) -> None:
             f"the state does not fit this step: its ema {found}; create it with this step's init(params), or use "
             "state._replace(ema=state.params)"
         )
-    if state.window is not None and (found := _shape_difference(state.window.sums.acc_grads, trained)):
+    summed = jax.eval_shape(as_real, trained)
+    if state.window is not None and (found := _shape_difference(state.window.sums.acc_grads, summed)):
         raise UserError(
             f"the state does not fit this step: its window {found}; flush it with the step that has filled it, then "
             "create it with this step's init(params, streaming=True)"

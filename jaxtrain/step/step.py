@@ -31,6 +31,7 @@ from jaxtrain.step.accumulate import (
 from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.batch import require_integers
 from jaxtrain.step.clip import clip_grad_norm, clip_grad_value
+from jaxtrain.step.complex_parameters import as_complex, as_real, refuse_complex
 from jaxtrain.step.ema import init_ema, update_ema
 from jaxtrain.step.fitting_state import require_fitting
 from jaxtrain.step.learning_rate import used_learning_rate
@@ -90,6 +91,8 @@ def init_state(
     require_integers(params, "params")
     require_integers(model_state, "model_state")
     trained, frozen = partition(params, parts.frozen)
+    if parts.clip_value is not None:
+        refuse_complex(trained, "clip_value, as PyTorch's clip_grad_value_,", "use clip_norm")
     policy, copy = parts.loss.policy, not donate
     trained, frozen = policy.cast_params(trained, copy=copy), policy.cast_frozen(frozen, copy=copy)
     params = merge(trained, frozen)
@@ -162,8 +165,13 @@ def micro_gradient(
     rng = micro_batch_key(state.rng, state.micro_step)
     scale = current_scale(state.loss_scale)
     groups = parts.loss.groups if in_loop or window is not None else None
-    join: Callable[[Any], Any] = partial(merge, frozen=frozen)
-    variables = trained
+    if groups is not None:
+        refuse_complex(trained, "accumulation on a mesh", "use accumulate=1, or store torch.view_as_real of it")
+
+    def join(variables: Any) -> Any:
+        return merge(as_complex(variables, trained), frozen)
+
+    variables = as_real(trained)
     if groups is not None and window is None:
         join, variables = partial(with_sums, state.params), zero_sums(trained, groups)
     elif groups is not None and window is not None:
@@ -210,7 +218,7 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
     trained, _ = partition(state.params, parts.frozen)
     groups = parts.loss.groups
     start_scales = parts.scales(state)
-    window = open_window(trained if groups is None else zero_sums(trained, groups), zero_probes(start_scales))
+    window = open_window(as_real(trained) if groups is None else zero_sums(trained, groups), zero_probes(start_scales))
     pipelines_layers = parts.loss.is_on_mesh and parts.loss.platform == "gpu" and k <= LONGEST
     start = window, state.model_state
     # In a block with a scale of its own, the backward pass cannot add the sums of earlier micro-batches.
@@ -238,6 +246,7 @@ def _pipelined_gradient(parts: StepParts, state: TrainState, micro_batches: Any,
     if state.model_state is not None:
         raise UserError("the mesh axis pipeline does not support model state, such as BatchNorm's: use data or fsdp")
     trained, frozen = partition(state.params, parts.frozen)
+    refuse_complex(trained, "the mesh axis pipeline", "use data or fsdp")
     groups, of_head = (parts.loss.groups, parts.loss.of_head) if k > 1 else (None, None)
 
     def computed(compute_loss: Compute, groups: Groups | None) -> Callable[..., Any]:
@@ -281,6 +290,7 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
     grads = clip_grad_value(grads, parts.clip_value)
 
     trained, frozen = partition(state.params, parts.frozen)
+    grads = as_complex(grads, trained)
     mean_loss = gradient.loss.total / nonzero_weight(gradient.loss.weight)
     updates, opt_state = parts.optimizer.update(grads, state.opt_state, trained, value=mean_loss)
     lr = used_learning_rate(opt_state)
@@ -310,7 +320,7 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
 def empty_window(parts: StepParts, state: TrainState) -> Window:
     """Return a window without micro-batches."""
     trained, _ = partition(state.params, parts.frozen)
-    return open_window(trained, zero_probes(parts.scales(state)))
+    return open_window(as_real(trained), zero_probes(parts.scales(state)))
 
 
 def update_metrics(

@@ -15,10 +15,12 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import AS_IS, OUT_IN, Layout, NameTable, TorchParam
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
-from jaxtrain.torch_import.graph import Captured, Graph, Spec
-from jaxtrain.torch_import.interpret import interpret
+from jaxtrain.torch_import.doubles import refuse_float64, refuse_rounded
+from jaxtrain.torch_import.graph import Captured, Graph, Spec, without_unused
+from jaxtrain.torch_import.interpret import first_draw, interpret
 from jaxtrain.torch_import.linear_weights import linear_weights
 from jaxtrain.torch_import.ops.int64 import holds_int64
+from jaxtrain.torch_import.refusals import refusal
 from jaxtrain.torch_import.repeat import Stacks
 from jaxtrain.torch_import.sharding import sharding_rules
 
@@ -139,29 +141,46 @@ class GraphModel:
         return LoraConfig(targets, **settings, out_in=out_in)
 
     def __call__(
-        self, params: Params, batch: Any, rng: jax.Array | None = None, state: Params | None = None
+        self,
+        params: Params,
+        batch: Any,
+        rng: jax.Array | None = None,
+        state: Params | None = None,
+        *,
+        train: bool | None = None,
     ) -> tuple[Any, Params | None]:
         """Run the module.
 
         Args:
           params: Parameters by name.
           batch: Arrays in the structure of the example batch. A dict may have further entries, for the loss.
-          rng: Key of dropout and other random numbers; None runs the module in evaluation mode.
+          rng: Key of dropout and other random numbers; with None the module is in evaluation mode.
           state: Buffers, as in `self.state`.
+          train: Whether the module is in training mode, whatever `rng` is: `train=False` with a key is evaluation of a
+            module that draws random numbers there, such as Monte Carlo dropout.
 
         Returns:
           A tuple (outputs, new state): dicts, tuples and arrays as the module returns them.
 
         Raises:
-          UserError: The batch or the parameters do not fit the module.
+          UserError: The batch or the parameters do not fit the module, or it draws random numbers and has no key.
         """
-        return self._run(self._capture(params, batch, train=rng is not None), params, batch, rng, state)
+        train = rng is not None if train is None else train
+        captured = self._capture(params, batch, train=train)
+        if rng is None and (node := first_draw(captured.graph)):
+            mode, argument = ("training", "True") if train else ("evaluation", "False")
+            remedy = f"pass a key, as in model(params, batch, jax.random.key(0), state, train={argument})"
+            raise refusal(f"the module draws random numbers in {mode}", remedy, node.source)
+        if rng is None:
+            captured = captured._replace(graph=without_unused(captured.graph, ()))
+        return self._run(captured, params, batch, rng, state)
 
     def _run(
         self, captured: Captured, params: Params, batch: Any, rng: jax.Array | None, state: Params | None
     ) -> tuple[Any, Params | None]:
         """Evaluate a graph with the model's buffers."""
         given = dict(state or {})
+        refuse_float64(captured.graph)
         buffers = {**self._buffers, **given}
         _check_values(captured.graph, buffers)
         outputs, changed = interpret(
@@ -194,11 +213,13 @@ class GraphModel:
         if self.state is None:
 
             def loss_fn(params: Params, batch: Any, rng: Any) -> Any:
+                refuse_rounded(params, self.params)
                 return with_metrics(self(params, batch, rng)[0], batch)
 
             return loss_fn
 
         def loss_fn_with_state(params: Params, batch: Any, rng: Any, model_state: Params) -> Any:
+            refuse_rounded(params, self.params)
             outputs, new_state = self(params, batch, rng, model_state)
             return (*with_metrics(outputs, batch), new_state)
 

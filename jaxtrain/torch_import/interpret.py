@@ -6,12 +6,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.graph import CUSTOM, GETITEM, RECOMPUTED, REPEAT, Graph, Node, Spec, dtype_of, resolved
+from jaxtrain.torch_import.graph import (
+    CUSTOM,
+    GETITEM,
+    RECOMPUTED,
+    REPEAT,
+    Graph,
+    Node,
+    Spec,
+    dtype_of,
+    resolved,
+    without_unused,
+)
 from jaxtrain.torch_import.ops import RANDOM, TABLE
-from jaxtrain.torch_import.ops.int64 import INT64, as_int64, holds_int64
+from jaxtrain.torch_import.ops.int64 import FLOAT64, INT64, as_int64, holds_int64, rounds
 from jaxtrain.torch_import.refusals import first_line, refusal
 from jaxtrain.transforms import autocast_disabled, block, recomputed
 
@@ -116,6 +126,17 @@ def _repeated(node: Node, args: Any, rng: jax.Array | None, table: Values, drawn
     return (*carry, *results)
 
 
+def first_draw(graph: Graph) -> Node | None:
+    """Return the first operation of a graph that draws random numbers which its results depend on; None without one."""
+    for node in without_unused(graph, ()).nodes:
+        inner = [x for x in node.kwargs.values() if isinstance(x, Graph)]
+        if found := next(filter(None, map(first_draw, inner)), None):
+            return found
+        if node.op in RANDOM and RANDOM[node.op](*node.args, **node.kwargs):
+            return node
+    return None
+
+
 def _draws(node: Node) -> int:
     """Return how many operations that draw random numbers a node contains."""
     if node.op == REPEAT:
@@ -161,7 +182,7 @@ def _recomputed(node: Node, args: Sequence[jax.Array], table: Values) -> jax.Arr
 
 
 def _as(value: Any, spec: Spec) -> jax.Array:
-    if spec.dtype == "int64" and holds_int64(value):
+    if (spec.dtype == "int64" and holds_int64(value)) or (spec.dtype in FLOAT64 and rounds(value)):
         return value  # Only `INT64` reads it.
     return jnp.asarray(value, dtype_of(spec.dtype))
 
@@ -194,6 +215,6 @@ def _one(x: Any, spec: Spec | None, node: Node) -> Any:
             f"{node.op} returned the shape {list(jnp.shape(x))} where PyTorch has {list(spec.shape)} ({node.source}): "
             "correct its function"
         )
-    if node.op == INT64 and x.dtype == np.int64:
+    if node.op == INT64 and x.dtype.name in ("int64", *FLOAT64):
         return x
     return jnp.asarray(x, dtype_of(spec.dtype))

@@ -12,12 +12,16 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.channels_last import with_channels_last
+from jaxtrain.torch_import.doubles import refuse_float64, refuse_float64_params, with_float64
 from jaxtrain.torch_import.elementwise import with_recomputed_formulas
 from jaxtrain.torch_import.function import GraphModel, Key, Params, refuse_beyond_int32
 from jaxtrain.torch_import.graph import Graph, Node, without_gradient
 from jaxtrain.torch_import.grouped_queries import with_grouped_queries
+from jaxtrain.torch_import.insertion_order import check_leaves, in_order, order_of
 from jaxtrain.torch_import.integers import with_int64
+from jaxtrain.torch_import.interpret import first_draw
 from jaxtrain.torch_import.masks import with_causal_attention
+from jaxtrain.torch_import.refusals import refusal
 from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
 from jaxtrain.torch_import.saved import save
 
@@ -68,24 +72,39 @@ class ImportedModel(GraphModel):
         frozen: frozenset[str],
         example: Any,
         call: Call,
-        fixed: Mapping[str, Any],
         ops: Mapping[str, Callable[..., Any]],
         unroll: bool,
         original: Original,
     ) -> None:
-        from jaxtrain.torch_import.capture import as_array, as_arrays, persistent_buffers, shape_of
+        from jaxtrain.torch_import.capture import (
+            as_array,
+            as_arrays,
+            as_constant,
+            dtype_name,
+            persistent_buffers,
+            shape_of,
+        )
 
         self.original = original
         self._structure, self._ops = structure, dict(ops)
-        self.example, self._fixed = example, dict(fixed)
-        self.call = (lambda module, batch: call(module, {**batch, **fixed})) if fixed else call
-        self._keys = tuple(example) if isinstance(example, Mapping) else None
+        self.example, self._fixed, self.call = example, {}, call
+        if isinstance(example, Mapping):
+            self._fixed = {key: x for key, x in example.items() if type(x) in (bool, int, float, str)}
+            self.example = {key: x for key, x in example.items() if key not in self._fixed}
+        if fixed := self._fixed:
+            self.call = lambda module, batch: call(module, {key: {**batch, **fixed}[key] for key in example})
+        self._keys = tuple(self.example) if isinstance(example, Mapping) else None
+        self._order = order_of(self.example)
+        check_leaves(self.example)
+        self.example = in_order(jax.tree.map(as_array, self.example), self._order)
+        refuse_beyond_int32(self.example)
         self._frozen_tensors = frozen
         self._tied = {name: first for name, first in structure.aliases.items() if name != first}
         self._persistent = tuple(persistent_buffers(structure))
         self._stacks: Stacks = {}
-        self._buffers = {name: as_array(x) for name, x in tensors.items() if name not in structure.aliases}
+        self._buffers = {name: as_constant(x) for name, x in tensors.items() if name not in structure.aliases}
         params = {name: tensors[name] for name in structure.aliases.values()}
+        refuse_float64_params({name: dtype_name(x.dtype) for name, x in params.items()})
         shapes: Any = {name: shape_of(x) for name, x in params.items()}
         key = self._key(shapes, self.example, train=True)
         self._dtype, self._compared = key.dtype, set[bool]()
@@ -239,6 +258,12 @@ class ImportedModel(GraphModel):
         def model(params: Params, batch: Any, rng: jax.Array | None, state: Params | None) -> Any:
             return self._run(train if rng is not None else evaluation, params, batch, rng, state)
 
+        if node := first_draw(evaluation.graph):
+            raise refusal(
+                "the module draws random numbers in evaluation, which its source would not",
+                "keep the imported model, and pass it a key with train=False",
+                node.source,
+            )
         return source_of(
             type(self._structure.module).__name__,
             *(*written, *evaluated),
@@ -286,9 +311,12 @@ class ImportedModel(GraphModel):
         """Return the graph of a forward pass with the parameters of PyTorch."""
         from jaxtrain.torch_import.capture import capture
 
+        def call(module: Any, tensors: Any) -> Any:
+            return self.call(module, in_order(jax.tree.unflatten(key.structure, tensors), self._order))
+
         captured = capture(
             self._structure,
-            lambda module, tensors: self.call(module, jax.tree.unflatten(key.structure, tensors)),
+            call,
             key.specs,
             train=key.train,
             dtype=key.dtype,
@@ -298,7 +326,9 @@ class ImportedModel(GraphModel):
         self._compared |= {key.train} if key.dtype == self._dtype else set()
         constants = {**self._buffers, **captured.constants}
         graph = with_grouped_queries(with_causal_attention(captured.graph, constants, self._ops), self._ops)
-        return captured._replace(graph=with_int64(graph, constants, self._ops))
+        graph = with_float64(with_int64(graph, constants, self._ops), self._ops)
+        refuse_float64(graph)
+        return captured._replace(graph=graph)
 
     def _beside(self, key: Key) -> "Beside | None":
         """Return the module and the example, for the first capture of each mode."""
@@ -349,8 +379,9 @@ def from_torch(
       module: The module, which is not modified, or a folder of a model of `transformers`, which loads it in float32 and
         without code from the folder.
       example_batch: Arrays or tensors that the module takes: a dict of keyword arguments, a tuple of positional ones,
-        or one array. Captures depend on its shapes and dtypes alone; the module must accept it. Python numbers, flags
-        and strings in a dict are constants of the model, which batches leave out.
+        or one array. Captures depend on its shapes, its dtypes and the order of keys alone; the module must accept it.
+        Dicts reach the module in the order of the example, in which a batch may have them in another. Python numbers,
+        flags and strings in a dict are constants of the model, which batches leave out.
       call: From (module, batch of tensors) to the result, for a module that takes the batch in another way.
       ops: JAX functions of operations that have none here, by overload, as in `{"mylib::op.default": fn}`.
       unroll: Whether each layer has its own parameters and operations. By default, consecutive layers of a `ModuleList`
@@ -373,7 +404,7 @@ def from_torch(
       >>> outputs.shape
       (4, 2)
     """
-    from jaxtrain.torch_import.capture import as_array, pretrained, structure_of
+    from jaxtrain.torch_import.capture import pretrained, structure_of
 
     if isinstance(module, Path | str):
         # A folder is read again, so that its weights are not kept twice.
@@ -386,15 +417,7 @@ def from_torch(
         _check_arguments(module, example_batch)
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     frozen = frozenset(name for name, param in module.named_parameters() if not param.requires_grad)
-    fixed = {}
-    if isinstance(example_batch, Mapping):
-        fixed = {key: x for key, x in example_batch.items() if type(x) in (bool, int, float, str)}
-        example_batch = {key: x for key, x in example_batch.items() if key not in fixed}
-    example = jax.tree.map(as_array, example_batch)
-    refuse_beyond_int32(example)
-    return ImportedModel(
-        structure_of(module), tensors, frozen, example, call or _call, fixed, ops or {}, unroll, original
-    )
+    return ImportedModel(structure_of(module), tensors, frozen, example_batch, call or _call, ops or {}, unroll, original)
 
 
 def _itself(module: "torch.nn.Module") -> "torch.nn.Module":

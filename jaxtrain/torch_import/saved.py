@@ -30,7 +30,7 @@ from jaxtrain.torch_import.graph import (
     references,
 )
 from jaxtrain.torch_import.ops import TABLE
-from jaxtrain.torch_import.ops.int64 import holds_int64
+from jaxtrain.torch_import.ops.int64 import holds_int64, rounds
 
 FORMAT = 1
 GRAPHS, TENSORS = "model.json", "model.safetensors"
@@ -54,7 +54,7 @@ class SavedModel(GraphModel):
         for name, x in tensors.items():
             kind, _, own = name.partition("/")
             array = np.asarray(x)
-            parts.setdefault(kind, {})[own] = array if holds_int64(array) else jnp.asarray(array)
+            parts.setdefault(kind, {})[own] = array if holds_int64(array) or rounds(array) else jnp.asarray(array)
         self.params = {name: parts["param"][name] for name in contents["params"]}
         self._buffers = parts["buffer"]
         self.state = {name: self._buffers[name] for name in contents["state"]} or None

@@ -26,6 +26,7 @@ from jaxtrain.torch_import.capture.placing import Placing
 from jaxtrain.torch_import.capture.structure import Structure, captured_dtype, in_mode
 from jaxtrain.torch_import.capture.tracing import tracing
 from jaxtrain.torch_import.graph import Captured, Graph, ModuleCall, Spec
+from jaxtrain.torch_import.insertion_order import check_keys
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import first_line, refusal, source_line
 
@@ -257,7 +258,8 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
         tensors.append(value)
         return Leaf(len(tensors) - 1)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, tensors) for key, item in value.items()}
+        check_keys(value, "the module returns a dict that")
+        return {key if type(key) in (str, int) else str(key): _plain(item, tensors) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return tuple(_plain(item, tensors) for item in value)
     if value is None or isinstance(value, bool | int | float | str):

@@ -15,7 +15,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.copying import Copy, Memory, copied, own_tensors
 from jaxtrain.torch_import.capture.placing import Originals, originals_of
 from jaxtrain.torch_import.graph import dtype_of
-from jaxtrain.torch_import.ops.int64 import holds_int64
+from jaxtrain.torch_import.ops.int64 import holds_int64, rounds
 from jaxtrain.torch_import.refusals import first_line, refusal
 
 
@@ -112,9 +112,11 @@ def _refuse_hooks(module: torch.nn.Module) -> None:
 def in_mode(structure: Structure, train: bool, dtype: str | None) -> Copy:
     """Return a copy of the module in training or evaluation mode, with its floating-point tensors in a dtype.
 
-    A module that was given in training mode keeps the modes of its parts, such as a frozen BatchNorm in evaluation.
+    A module that was given in training mode keeps the modes of its parts, such as a frozen BatchNorm in evaluation. If
+    the dtype is that of all its parameters, other tensors keep their own too.
     """
-    copy = _copy_of(structure.module, structure.mode, dtype)
+    own = {dtype_name(x.dtype) for x in structure.module.parameters() if x.is_floating_point()}
+    copy = _copy_of(structure.module, structure.mode, None if own == {dtype} else dtype)
     if not train:
         copy.module.eval()
     elif not copy.module.training:
@@ -170,6 +172,12 @@ def as_array(x: Any) -> Any:
     array = tensor_to_numpy(x)
     # JAX would drop the upper bits.
     return array.copy() if holds_int64(array) else jnp.array(array)
+
+
+def as_constant(x: torch.Tensor) -> Any:
+    """Return a buffer as `as_array`; in NumPy's float64 where JAX would round it."""
+    array = None if x.device.type == "meta" else tensor_to_numpy(x)
+    return array.copy() if array is not None and rounds(array) else as_array(x)
 
 
 def as_arrays(tensors: Mapping[str, torch.Tensor], stacks: Mapping[str, Sequence[str]]) -> dict[str, Any]:

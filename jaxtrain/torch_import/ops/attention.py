@@ -1,5 +1,7 @@
 """Attention."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -7,7 +9,11 @@ from jaxtrain.models.attention import attention
 from jaxtrain.torch_import.ops.registry import op
 
 
-@op("scaled_dot_product_attention.default", random=True)
+def _drops(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> bool:
+    return (args[4] if len(args) > 4 else dropout_p) > 0
+
+
+@op("scaled_dot_product_attention.default", random=_drops)
 def scaled_dot_product_attention(
     query: jax.Array,
     key: jax.Array,

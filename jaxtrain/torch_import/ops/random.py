@@ -11,7 +11,11 @@ from jaxtrain.models.dropout import dropout as drop
 from jaxtrain.torch_import.ops.registry import op
 
 
-@op("dropout.default", random=True)
+def _drops(x: Any, p: float, train: bool | None) -> bool:
+    return train is not False and 0 < p < 1
+
+
+@op("dropout.default", random=_drops)
 def dropout(x: jax.Array, p: float, train: bool, *, rng: jax.Array | None) -> jax.Array:
     """Set elements to 0 with probability p, and scale the others."""
     if not train:
@@ -20,7 +24,7 @@ def dropout(x: jax.Array, p: float, train: bool, *, rng: jax.Array | None) -> ja
     return x * 0 if p == 1 else drop(x, p, rng)
 
 
-@op("native_dropout.default", random=True)
+@op("native_dropout.default", random=_drops)
 def native_dropout(x: jax.Array, p: float, train: bool | None, *, rng: jax.Array | None) -> tuple[jax.Array, None]:
     """Dropout. Nobody reads its mask but PyTorch's own backward pass."""
     return dropout(x, p, train is not False, rng=rng), None
@@ -133,7 +137,11 @@ def multinomial(x: jax.Array, num_samples: int, replacement: bool = False, *, rn
     return jax.lax.top_k(perturbed, num_samples)[1]
 
 
-@op("rrelu_with_noise_functional.default", random=True)
+def _draws_slopes(*args: Any, training: bool = False, **kwargs: Any) -> bool:
+    return args[4] if len(args) > 4 else training
+
+
+@op("rrelu_with_noise_functional.default", random=_draws_slopes)
 def rrelu(
     x: jax.Array,
     noise: jax.Array,

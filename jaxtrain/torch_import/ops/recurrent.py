@@ -109,7 +109,12 @@ def _layers(
     return (jnp.swapaxes(x, 0, 1) if batch_first else x), stacked
 
 
-@op("lstm.input", random=True)
+def _drops(*args: Any) -> bool:
+    options = Options(*args[-len(Options._fields) :])
+    return options.train and options.dropout > 0 and options.num_layers > 1
+
+
+@op("lstm.input", random=_drops)
 def lstm(
     x: jax.Array, hx: Sequence[jax.Array], params: Sequence[jax.Array], *options: Any, rng: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -118,7 +123,7 @@ def lstm(
     return out, hidden, cell
 
 
-@op("gru.input", random=True)
+@op("gru.input", random=_drops)
 def gru(
     x: jax.Array, hx: jax.Array, params: Sequence[jax.Array], *options: Any, rng: jax.Array | None
 ) -> tuple[jax.Array, Any]:
@@ -126,7 +131,7 @@ def gru(
     return _layers(_gru_cell, x, hx, params, Options(*options), rng)
 
 
-@op("rnn_tanh.input", random=True)
+@op("rnn_tanh.input", random=_drops)
 def rnn_tanh(
     x: jax.Array, hx: jax.Array, params: Sequence[jax.Array], *options: Any, rng: jax.Array | None
 ) -> tuple[jax.Array, Any]:
@@ -134,7 +139,7 @@ def rnn_tanh(
     return _layers(_plain_cell(jnp.tanh), x, hx, params, Options(*options), rng)
 
 
-@op("rnn_relu.input", random=True)
+@op("rnn_relu.input", random=_drops)
 def rnn_relu(
     x: jax.Array, hx: jax.Array, params: Sequence[jax.Array], *options: Any, rng: jax.Array | None
 ) -> tuple[jax.Array, Any]:
@@ -150,7 +155,7 @@ _CELLS = {
 }
 
 
-@op("packed_rnn.default", random=True, library="jaxtrain")
+@op("packed_rnn.default", random=_drops, library="jaxtrain")
 def packed_rnn(
     kind: str,
     data: jax.Array,

@@ -42,21 +42,21 @@ ops(
 @op("argmax.default")
 def argmax(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
     """Index of the first maximum along an axis, or of all elements."""
-    if x.dtype == jnp.int64:
-        return _first(x == jnp.max(x, dim, keepdims=True), dim, keepdim)
+    if x.dtype.itemsize == 8:
+        return _first((x == jnp.max(x, dim, keepdims=True)) | jnp.isnan(x), dim, keepdim)
     return jnp.argmax(x, dim, keepdims=keepdim)
 
 
 @op("argmin.default")
 def argmin(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
     """Index of the first minimum along an axis, or of all elements."""
-    if x.dtype == jnp.int64:
-        return _first(x == jnp.min(x, dim, keepdims=True), dim, keepdim)
+    if x.dtype.itemsize == 8:
+        return _first((x == jnp.min(x, dim, keepdims=True)) | jnp.isnan(x), dim, keepdim)
     return jnp.argmin(x, dim, keepdims=keepdim)
 
 
 def _first(chosen: jax.Array, dim: int | None, keepdim: bool) -> jax.Array:
-    """Return the index of the first chosen element: JAX lowers an argmax of int64 in its 64-bit mode alone."""
+    """Return the index of the first chosen element: JAX lowers an argmax of 64 bits in its 64-bit mode alone."""
     with jax.enable_x64(False):
         return jnp.argmax(chosen, dim, keepdims=keepdim)
 

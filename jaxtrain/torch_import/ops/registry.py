@@ -17,18 +17,26 @@ TABLE: dict[str, Function] = {}
 NumPy's. An elementwise function receives its arrays in PyTorch's promoted dtype; every result is converted to the dtype
 that PyTorch computed."""
 
-RANDOM: set[str] = set()
-"""Overloads that draw random numbers. Their functions take the keyword `rng`, a key."""
+RANDOM: dict[str, Callable[..., bool]] = {}
+"""Overloads that draw random numbers, with whether they do with these arguments: dropout may be off. Their functions
+take the keyword `rng`, a key."""
 
 
-def op(*overloads: str, random: bool = False, library: str = "aten") -> Callable[[F], F]:
-    """Register a function for overloads of PyTorch's operations, as in `@op("add.Tensor", "add.Scalar")`."""
+def op(*overloads: str, random: bool | Callable[..., bool] = False, library: str = "aten") -> Callable[[F], F]:
+    """Register a function for overloads of PyTorch's operations, as in `@op("add.Tensor", "add.Scalar")`.
+
+    Args:
+      *overloads: The overloads.
+      random: Whether they draw random numbers, or a function of their arguments that says so.
+      library: PyTorch's library of operations.
+    """
+    draws = random if callable(random) else lambda *_, **__: True
 
     def register(fn: F) -> F:
         for overload in overloads:
             TABLE[f"{library}.{overload}"] = fn
             if random:
-                RANDOM.add(f"{library}.{overload}")
+                RANDOM[f"{library}.{overload}"] = draws
         return fn
 
     return register

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.torch_import.ops.int64 import holds_int64
+from jaxtrain.torch_import.ops.int64 import holds_int64, rounds
 from jaxtrain.torch_import.source.expressions import Expr, call, literal, subscript
 
 _LARGEST = 16
@@ -20,6 +20,8 @@ def inline(value: Any) -> Expr | None:
         return None
     if holds_int64(array):
         return call("F.int64_array", Expr(str(array.tolist())))
+    if rounds(array):
+        return call("np.array", Expr(str(array.tolist()))) if array.size <= _LARGEST else None
     if array.ndim == 0:
         return call("jnp.asarray", array.item(), dtype)
     if array.size and (array == array.flat[0]).all():

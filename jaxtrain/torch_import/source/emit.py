@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import TorchParam
-from jaxtrain.torch_import.graph import CUSTOM, REPEAT, SELECT, Graph, Input, Spec, dtype_of, without_unused
+from jaxtrain.torch_import.graph import CUSTOM, REPEAT, SELECT, Graph, Input, Spec, dtype_of, references, without_unused
 from jaxtrain.torch_import.interpret import pytorchs_promotion
 from jaxtrain.torch_import.ops import RANDOM
+from jaxtrain.torch_import.ops.int64 import rounds
 from jaxtrain.torch_import.refusals import refusal
 from jaxtrain.torch_import.source.blocks import Origins, specs_of
 from jaxtrain.torch_import.source.compare import fingerprint
@@ -104,10 +106,18 @@ def _programs(model: Model, params: Any, state: Any, batch: Any) -> list[Any]:
 
 def _check(captured: Pass) -> None:
     """Raise an error for what cannot be written."""
+    read = {*references([(node.args, node.kwargs) for node in captured.graph.nodes])}
     for x in captured.graph.inputs:
         if x.kind == "constant" and isinstance(captured.buffers[x.target], jax.ShapeDtypeStruct):
             raise refusal(
                 f'the buffer {x.target!r} has no values, it is on the "meta" device', "import a module with weights"
+            )
+        if x.kind != "constant" or x.name not in read:
+            continue
+        if rounds(array := np.asarray(captured.buffers[x.target])) and inline(array) is None:
+            raise refusal(
+                f"the constant {x.target!r} of {array.size} numbers in float64 is too large to be written out",
+                "keep the imported model",
             )
 
 
@@ -291,8 +301,9 @@ def _inputs(batch: Any, graph: Graph) -> list[str]:
 
 
 def _subscripts(path: Any) -> str:
+    named = ("." + entry.name if hasattr(entry, "name") else "" for entry in path)
     keys = (getattr(entry, "key", getattr(entry, "idx", None)) for entry in path)
-    return "".join(f'["{key}"]' if isinstance(key, str) else f"[{key}]" for key in keys)
+    return "".join(name or f"[{literal(key)}]" for name, key in zip(named, keys, strict=True))
 
 
 def _program(model: Model, params: Any, state: Any, batch: Any, *, train: bool) -> Any:
