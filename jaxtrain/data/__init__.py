@@ -8,6 +8,7 @@ from jaxtrain.data.conversion import tensor_to_numpy as tensor_to_numpy
 from jaxtrain.data.dates import dates
 from jaxtrain.data.documents import split_documents, tokenized_rows
 from jaxtrain.data.encoding import distinct_labels, encode_pair, encode_row, encode_text
+from jaxtrain.data.files import check_content as check_content
 from jaxtrain.data.images import ImageFolder, image_folder, split_images
 from jaxtrain.data.json_rows import JsonArray, JsonLines, json_rows
 from jaxtrain.data.kinds import Kind as Kind

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from jaxtrain.data.files import files_under
 from jaxtrain.data.holdout import check_fraction, share
 from jaxtrain.data.source import Example
+from jaxtrain.data.splits import files_of_splits, names_except, split_of
 from jaxtrain.errors import UserError
+from jaxtrain.records import report_unread
 
 Bytes = NDArray[np.uint8]
 
@@ -115,8 +117,9 @@ def split_text(
 ) -> tuple[Bytes, Bytes]:
     """Return the bytes of text files as (train, validation), uint8 each, split by whole files.
 
-    The validation files are those with the smallest hash of their path, so that the split depends on names only. A
-    single file is divided instead, validation last.
+    If the names of all files say a split, as `train.txt` and `valid.txt` do, it is that. Otherwise the validation files
+    are those with the smallest hash of their path, so that the split depends on names only. A single file is divided
+    instead, validation last.
 
     Args:
       files: Text files.
@@ -157,12 +160,19 @@ def split_contents(
 def split_files(
     files: Sequence[Path], root: str | os.PathLike[str], validation_fraction: float = 0.1
 ) -> tuple[list[Path], list[Path]]:
-    """Split files by the hash of their path into (train, validation), in their order; a single file is for training.
+    """Split files into (train, validation), in their order; a single file is for training.
+
+    If the names of all files say a split, as `train.txt` and `valid.txt` do, it is that; otherwise files are held out
+    by the hash of their path.
 
     Raises:
       UserError: The fraction is not in (0, 1).
     """
     check_fraction(validation_fraction)
+    named = all(split_of(file.relative_to(root)) for file in files) and files_of_splits(files, Path(root))
+    if named:
+        report_unread(root, names_except(files, [*named[0], *named[1]], Path(root)), what="files")
+        return named
     by_hash = sorted(files, key=lambda file: _path_hash(file.relative_to(root)))
     held_out = set(by_hash[: share(len(files), validation_fraction)])
     return [f for f in files if f not in held_out], [f for f in files if f in held_out]

@@ -240,6 +240,16 @@ OBJECTS = np.array([None, "a"], object)
         ({"x": np.array(["a", "b"]), "y": np.arange(2)}, "save numbers"),
         ({"x": OBJECTS, "y": np.arange(2)}, "'x' is an array of objects"),
         ({"x": np.ones((2, 3)), "y": np.arange(2)}, "none for validation"),
+        ({"x": np.array([[2**24 + 1], [-3]]), "y": np.arange(2)}, "'x' holds 16777217, which float32 rounds"),
+        ({"x": np.array([[1], [2**63 + 1]], np.uint64), "y": np.arange(2)}, "'x' holds 9223372036854775809, which"),
+        (
+            {"x": np.ones((2, 3)), "y": np.arange(2), "x_val": np.ones((2, 4)), "y_val": np.arange(2)},
+            r"'x' has images of float32 \[3\] and 'x_val' of float32 \[4\]: save both alike",
+        ),
+        (
+            {"x": np.ones((2, 3), np.uint8), "y": np.arange(2), "x_val": np.ones((2, 3)), "y_val": np.arange(2)},
+            r"'x' has images of uint8 \[3\] and 'x_val' of float32 \[3\]: save both alike",
+        ),
     ],
 )
 def test_invalid_arrays_of_an_npz_are_reported(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
@@ -247,6 +257,19 @@ def test_invalid_arrays_of_an_npz_are_reported(tmp_path: Path, arrays: dict[str,
     with pytest.raises(UserError, match=message) as raised:
         npz(tmp_path / "d.npz")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_channels_first_are_warned_of(tmp_path: Path, channels: int) -> None:
+    x, y = np.zeros((4, channels, 8, 9), np.uint8), np.array([0, 1, 0, 1])
+    np.savez(tmp_path / "first.npz", x=x, y=y)
+    np.savez(tmp_path / "last.npz", x=x.transpose(0, 2, 3, 1), y=y)
+    warning = (
+        rf"'x' is read as images of {channels}x8 pixels with 9 channels: if channels are first, .* save x\.transpose"
+    )
+    with pytest.warns(UserWarning, match=warning):
+        npz(tmp_path / "first.npz")
+    assert npz(tmp_path / "last.npz")[0].images.shape == (2, 8, 9, channels)
 
 
 def test_files_other_than_npz_are_refused(tmp_path: Path) -> None:
