@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from jaxtrain.data.files import files_under
+from jaxtrain.data.files import check_content, files_under
 from jaxtrain.data.rows import MappedSource, split_source
 from jaxtrain.data.source import Example, Source
 from jaxtrain.data.splits import VALIDATION_SPLITS, files_of_splits, names_except
@@ -63,6 +63,8 @@ def opened_table(
     files: Sequence[Path], columns: Sequence[str] | None = None, *, nested: bool = False
 ) -> ArrowRows | ParquetRows:
     """Open parquet or Arrow files, all of one kind, as `table` does."""
+    for file in files:
+        check_content(file)
     kind = ParquetRows if files[0].suffix.lower() == ".parquet" else ArrowRows
     return kind(files, columns, nested=nested)
 

@@ -201,6 +201,9 @@ def test_invalid_tables_are_refused(tmp_path: Path) -> None:
     for name in ("a.parquet", "a.arrow"):
         with pytest.raises(UserError, match=rf"{name} is not an? \w+ file that can be read"):
             table(tmp_path / name)
+    (tmp_path / "b.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+    with pytest.raises(UserError, match=r"b\.parquet is a pointer of Git LFS to a file that was not downloaded"):
+        table(tmp_path / "b.parquet")
     with pytest.raises(UserError, match="has both parquet and Arrow files"):
         table(tmp_path)
     with pytest.raises(UserError, match="has no table"):
