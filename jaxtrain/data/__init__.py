@@ -12,6 +12,7 @@ from jaxtrain.data.files import check_content as check_content
 from jaxtrain.data.images import ImageFolder, image_folder, split_images
 from jaxtrain.data.json_rows import JsonArray, JsonLines, json_rows
 from jaxtrain.data.kinds import Kind as Kind
+from jaxtrain.data.kinds import digest_of as digest_of
 from jaxtrain.data.kinds import kind_of as kind_of
 from jaxtrain.data.language import LanguageRows as LanguageRows
 from jaxtrain.data.language import language_rows as language_rows

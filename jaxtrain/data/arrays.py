@@ -112,9 +112,9 @@ def npz(path: str | os.PathLike[str]) -> tuple[Arrays, Arrays]:
         raise UserError(f"{file} is not an npz file: write one with numpy.savez(path, x=images, y=labels)")
     check_zip(file)
     with zipfile.ZipFile(file) as archive:
-        train = _read_pair(archive, file, _present_pair(archive, _TRAIN_KEYS) or _TRAIN_KEYS[0])
+        train_keys = _present_pair(archive, _TRAIN_KEYS) or _TRAIN_KEYS[0]
+        train = _read_pair(archive, file, train_keys)
         validation_keys = _present_pair(archive, _VALIDATION_KEYS)
-        train_keys = _present_pair(archive, _TRAIN_KEYS) or ()
         report_unread(file, {*_arrays(archive)} - {*train_keys, *(validation_keys or ())}, what="arrays")
         if validation_keys is None:
             return _split_arrays(train, 0.1)
