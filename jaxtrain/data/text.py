@@ -15,7 +15,7 @@ from jaxtrain.data.files import files_under
 from jaxtrain.data.holdout import check_fraction, share
 from jaxtrain.data.source import Example
 from jaxtrain.data.splits import files_of_splits, names_except, split_of
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, warn_user
 from jaxtrain.records import report_unread
 
 Bytes = NDArray[np.uint8]
@@ -23,6 +23,8 @@ Bytes = NDArray[np.uint8]
 _THIRD_PARTY = {"site-packages", "dist-packages", "__pycache__"}
 # Some distributions remove these, so that a corpus with them would differ between machines.
 _OFTEN_STRIPPED = {"test", "tests", "idle_test", "lib2to3"}
+_JSON_LINES = {".jsonl", ".ndjson"}
+_REPLACEMENT = "\ufffd"
 _PROBED_BYTES = 8 * 1024
 _COUNTED_TOKENS = 2**20
 
@@ -94,7 +96,8 @@ def stdlib_files() -> list[Path]:
 def text_files(path: str | os.PathLike[str]) -> list[Path]:
     """Return `path` itself, or every text file below it, sorted by path.
 
-    Hidden, empty and unreadable files are skipped, and so are files with a NUL byte in their first 8 KiB.
+    Hidden and empty files are skipped. Other files of a folder that are no text, which cannot be read or have a NUL
+    byte in their first 8 KiB, are named in a warning, and so are JSON Lines, which are read as text.
 
     Raises:
       UserError: `path` does not exist, or there is no text.
@@ -106,10 +109,23 @@ def text_files(path: str | os.PathLike[str]) -> list[Path]:
     root = Path(path)
     if not root.exists():
         raise UserError(f"{root} does not exist: use a text file or a folder of text files")
-    files = [f for f in ([root] if root.is_file() else files_under(root)) if _is_text(f)]
+    found = [root] if root.is_file() else [file for file in files_under(root) if file.stat().st_size]
+    files = [file for file in found if _is_text(file)]
     if not files:
         raise UserError(f"{root} has no readable text: use a non-empty text file or folder")
+    report_unread(root, names_except(found, files, root), what="files")
+    if lines := next((file for file in files if file.suffix.lower() in _JSON_LINES), None):
+        warn_user(f"{lines} is read as text, with its names and braces: tokenize its texts by jaxtrain data tokenize")
     return files
+
+
+def warn_of_encoding(file: Path, content: bytes) -> None:
+    """Warn of a text file that is not UTF-8, of which a tokenizer sees U+FFFD in place of some characters."""
+    text = content.decode("utf-8", "replace")[4:-4]  # a character may be divided at the ends of a part
+    if _REPLACEMENT in text and _REPLACEMENT.encode() not in content:
+        warn_user(
+            f"{file} is not UTF-8, so that some of its characters are lost: convert it, as by iconv -f latin1 -t utf-8"
+        )
 
 
 def split_text(

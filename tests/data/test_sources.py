@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from jaxtrain.data import (
     text_files,
     unigram_entropy,
 )
+from jaxtrain.data.text import warn_of_encoding
 from jaxtrain.errors import UserError
 
 
@@ -112,13 +114,32 @@ def test_text_files_are_the_visible_regular_texts_in_order(tmp_path: Path) -> No
     write_files(tmp_path, {".hidden": b"x", ".git/config": b"x", "empty": b"", "binary": b"x" * 8000 + b"\0"})
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    assert text_files(tmp_path) == [a, b]
+    with pytest.warns(UserWarning, match="has files that are not read: binary$"):
+        assert text_files(tmp_path) == [a, b]
     assert text_files(str(b)) == [b]
 
 
 def test_nul_after_the_first_8_kib_does_not_make_a_file_binary(tmp_path: Path) -> None:
     files = write_files(tmp_path, {"late": b"x" * 8192 + b"\0"})
     assert text_files(tmp_path) == files
+
+
+def test_json_lines_read_as_text_are_warned_of(tmp_path: Path) -> None:
+    files = write_files(tmp_path, {"a.jsonl": b'{"text": "a"}'})
+    with pytest.warns(UserWarning, match=r"a\.jsonl is read as text, with its names and braces: tokenize its texts by"):
+        assert text_files(tmp_path) == files
+
+
+@pytest.mark.parametrize(("encoding", "is_lost"), [("utf-8", False), ("latin-1", True)])
+def test_a_text_that_is_not_utf8_is_warned_of(encoding: str, is_lost: bool, tmp_path: Path) -> None:
+    content = ("é" * 20 + "\n").encode(encoding)[1:-2]  # may start and end within a character
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_encoding(tmp_path / "a.txt", content)
+        warn_of_encoding(tmp_path / "a.txt", "\ufffd".encode())
+    assert [str(warning.message).partition(",")[0] for warning in caught] == [
+        f"{tmp_path}/a.txt is not UTF-8"
+    ] * is_lost
 
 
 def test_missing_text_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from jaxtrain.data.corpus.manifest import is_corpus
 from jaxtrain.data.corpus.tokens import Split
-from jaxtrain.data.documents import TextRange, split_ranges
+from jaxtrain.data.documents import TextRange, encode_range, split_ranges
 from jaxtrain.data.files import files_under
 from jaxtrain.data.json_rows import JSON_SUFFIXES, json_rows
 from jaxtrain.data.rows import split_source
@@ -55,8 +55,7 @@ class TextDocuments:
 
     def encode(self, index: int, texts: Tokenizer) -> NDArray[np.integer[Any]]:
         """Return the tokens of a file."""
-        file, start, stop = self.ranges[index]
-        return texts.encode_file(file.read_bytes()[start:stop])
+        return encode_range(self.ranges[index], texts)
 
     def pieces(self, size: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of files, each of `size` bytes or a little more."""
