@@ -9,6 +9,7 @@ from jaxtrain.errors import UserError
 TRAIN_SPLITS = ("train", "training")
 VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "eval", "test", "testing")
 """Names of what is held out; of several, the first is the validation set."""
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.")  # of the Hugging Face Hub
 
 
 def split_of(path: Path) -> str | None:
@@ -36,7 +37,8 @@ def files_of_splits(files: Sequence[Path], root: Path) -> tuple[list[Path], list
       root: Folder.
 
     Raises:
-      UserError: Some are held out by their names, and no name says which are to be trained on.
+      UserError: Some are held out by their names, and no name says which are to be trained on; or several splits of the
+        Hub, such as train_sft and train_gen, could be meant.
     """
     by_split: dict[str | None, list[Path]] = {}
     for file in files:
@@ -48,7 +50,12 @@ def files_of_splits(files: Sequence[Path], root: Path) -> tuple[list[Path], list
             f"{held_out[0]} is held out by its name, but no file of {root} is named {TRAIN_SPLITS[0]}: name the others"
             f" so, or use one of them"
         )
-    return None if train is None or held_out is None else (train, held_out)
+    if train is None or held_out is None:
+        return None
+    for part in (train, held_out):
+        if len(names := sorted({shard[1] for file in part if (shard := _SHARD.match(file.name))})) > 1:
+            raise UserError(f"{root} has the splits {' and '.join(names)}: use a folder with the files of one")
+    return train, held_out
 
 
 def names_except(files: Iterable[Path], used: Iterable[Path], root: Path) -> list[str]:

@@ -114,6 +114,14 @@ def test_a_held_out_file_among_files_without_a_split_is_refused(tmp_path: Path) 
         split_examples(tmp_path)
 
 
+def test_several_splits_of_the_hub_are_refused(tmp_path: Path) -> None:
+    for name in ("train_sft", "train_gen", "test_sft"):
+        for i in range(2):
+            write_rows(tmp_path / f"{name}-{i:05d}-of-00002.jsonl", ["a"])
+    with pytest.raises(UserError, match="has the splits train_gen and train_sft: use a folder with the files of one"):
+        split_examples(tmp_path)
+
+
 def test_words_within_others_are_no_split() -> None:
     names = ("latest.txt", "evaluate.py", "training_data.jsonl", "constrain.txt", "devices/a.txt", "a.txt")
     assert [split_of(Path(name)) for name in names] == [None, None, "training", None, None, None]
