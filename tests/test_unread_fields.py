@@ -247,11 +247,13 @@ def test_arrays_and_files_of_splits(tmp_path: Path) -> None:
     assert said(npz, tmp_path / "a.npz") == ""
     np.savez(tmp_path / "a.npz", **arrays, zzz=np.zeros(3))
     assert "zzz" in said(npz, tmp_path / "a.npz")
+    (tmp_path / "a.npz").unlink()
     for name in ("train", "val"):
         (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}')
     assert said(split_examples, tmp_path) == ""
-    (tmp_path / "zzz.jsonl").write_text('{"text": "a"}')
-    assert "zzz.jsonl" in said(split_examples, tmp_path)
+    for name in ("zzz.jsonl", "zzz.csv", "test.jsonl"):
+        (tmp_path / name).write_text('{"text": "a"}')
+        assert name in said(split_examples, tmp_path)
 
 
 def test_deeply_nested_fields_are_refused() -> None:

@@ -96,7 +96,7 @@ def _save(run: RunFolder, name: str, recipe: Recipe, task: Task, theirs: TorchRu
     if theirs.expression is not None:
         write_metadata(run.torch, theirs.metadata)
     run.metrics.touch()
-    with Checkpoints(run.checkpoints, constant=saved_settings(recipe)) as checkpoints:
+    with Checkpoints(run.checkpoints, constant=saved_settings(recipe, task)) as checkpoints:
         checkpoints.save(state, position)
     # Last: a folder with a config is a run, and it is not one without its checkpoint.
     run.write_config(name, recipe)

@@ -8,9 +8,11 @@ from jaxtrain.data.conversion import tensor_to_numpy as tensor_to_numpy
 from jaxtrain.data.dates import dates
 from jaxtrain.data.documents import split_documents, tokenized_rows
 from jaxtrain.data.encoding import distinct_labels, encode_pair, encode_row, encode_text
+from jaxtrain.data.files import check_content as check_content
 from jaxtrain.data.images import ImageFolder, image_folder, split_images
 from jaxtrain.data.json_rows import JsonArray, JsonLines, json_rows
 from jaxtrain.data.kinds import Kind as Kind
+from jaxtrain.data.kinds import digest_of as digest_of
 from jaxtrain.data.kinds import kind_of as kind_of
 from jaxtrain.data.language import LanguageRows as LanguageRows
 from jaxtrain.data.language import language_rows as language_rows

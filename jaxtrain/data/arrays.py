@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from jaxtrain.data.archive import check_zip, is_zip
 from jaxtrain.data.holdout import Labels, stratified_split
 from jaxtrain.data.source import Example
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, warn_user
 from jaxtrain.records import report_unread
 
 Keys = tuple[str, str]  # the names of images and labels in an npz file
 
 _TRAIN_KEYS = (("x", "y"), ("image", "label"), ("x_train", "y_train"))
+_CHANNELS = (1, 3, 4)
 _VALIDATION_KEYS = (("x_test", "y_test"), ("x_val", "y_val"))
 
 
@@ -93,7 +94,8 @@ def npz(path: str | os.PathLike[str]) -> tuple[Arrays, Arrays]:
 
     Raises:
       UserError: The file is missing, not an npz, or unpacks to far more than its size or its headers state; or an array
-        is missing, empty, of objects or not finite, the lengths differ, or the labels are not integers [N].
+        is missing, empty, of objects, not finite or not exact in float32, the lengths differ, the images of validation
+        are of another shape or dtype, or the labels are not integers [N].
 
     Example:
       >>> import tempfile
@@ -110,13 +112,20 @@ def npz(path: str | os.PathLike[str]) -> tuple[Arrays, Arrays]:
         raise UserError(f"{file} is not an npz file: write one with numpy.savez(path, x=images, y=labels)")
     check_zip(file)
     with zipfile.ZipFile(file) as archive:
-        train = _read_pair(archive, file, _present_pair(archive, _TRAIN_KEYS) or _TRAIN_KEYS[0])
+        train_keys = _present_pair(archive, _TRAIN_KEYS) or _TRAIN_KEYS[0]
+        train = _read_pair(archive, file, train_keys)
         validation_keys = _present_pair(archive, _VALIDATION_KEYS)
-        train_keys = _present_pair(archive, _TRAIN_KEYS) or ()
         report_unread(file, {*_arrays(archive)} - {*train_keys, *(validation_keys or ())}, what="arrays")
         if validation_keys is None:
             return _split_arrays(train, 0.1)
-        return train, _read_pair(archive, file, validation_keys)
+        validation = _read_pair(archive, file, validation_keys)
+    ours, theirs = ((x.images.dtype.name, list(x.images.shape[1:])) for x in (train, validation))
+    if ours != theirs:
+        raise UserError(
+            f"{file}: {train_keys[0]!r} has images of {ours[0]} {ours[1]} and {validation_keys[0]!r} of {theirs[0]}"
+            f" {theirs[1]}: save both alike"
+        )
+    return train, validation
 
 
 def check_labels(source_labels: NDArray[np.integer[Any]], classes: int) -> None:
@@ -165,9 +174,18 @@ def _read_pair(archive: zipfile.ZipFile, file: Path, keys: Keys) -> Arrays:
         raise UserError(f"{where} runs from {labels.min()} to {labels.max()}, beyond int32: number the classes from 0")
     if images.dtype != np.uint8:
         with np.errstate(over="ignore"):
-            images = images.astype(np.float32)
-        if not np.isfinite(images).all():
+            narrow = images.astype(np.float32)
+        if not np.isfinite(narrow).all():
             raise UserError(f"{file}: {keys[0]!r} holds inf or NaN in float32: fix the data")
+        if images.dtype.kind in "iu" and (lost := narrow.astype(images.dtype) != images).any():
+            raise UserError(f"{file}: {keys[0]!r} holds {images[lost][0]}, which float32 rounds: use smaller integers")
+        images = narrow
+    if images.ndim == 4 and images.shape[1] in _CHANNELS and images.shape[3] not in _CHANNELS:
+        _, height, width, channels = images.shape
+        warn_user(
+            f"{file}: {keys[0]!r} is read as images of {height}x{width} pixels with {channels} channels: if channels"
+            " are first, as in PyTorch, save x.transpose(0, 2, 3, 1)"
+        )
     return Arrays(images[..., None] if images.ndim == 3 else images, labels.astype(np.int32))
 
 

@@ -1,5 +1,6 @@
 """A mapping of arrays as a source."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from numpy.typing import NDArray
 from jaxtrain.data.conversion import as_array
 from jaxtrain.data.source import Batch, Example
 from jaxtrain.errors import UserError
+
+_DIGESTED_BYTES = 2**26  # of an array; of larger ones rows at equal distances
 
 
 class Columns:
@@ -49,6 +52,15 @@ class Columns:
 
     def __getitem__(self, index: int, /) -> Example:
         return {name: array[index] for name, array in self.arrays.items()}
+
+    def digest(self) -> str:
+        """Return a digest of the arrays; of a large one, of rows at equal distances."""
+        found = hashlib.sha256()
+        for name, array in self.arrays.items():
+            step = max(1, -(-array.nbytes // _DIGESTED_BYTES))
+            found.update(repr((name, array.dtype.name, array.shape)).encode())
+            found.update(np.ascontiguousarray(array[::step]).tobytes())
+        return found.hexdigest()
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """Return copies of the given rows, as one batch."""

@@ -90,7 +90,7 @@ def is_tensor(value: Any) -> bool:
 def _stack_numpy(values: Sequence[Any]) -> NDArray[Any] | None:
     """Return the stacked values in the usual case, without a check of each: NumPy arrays of one shape."""
     kinds = {*map(type, values)}
-    if len(kinds) != 1 or not issubclass(kinds.pop(), np.ndarray | np.generic):
+    if len(kinds) != 1 or not issubclass(kind := kinds.pop(), np.ndarray | np.generic) or kind is np.ma.MaskedArray:
         return None
     try:
         stacked = np.stack(values)
@@ -106,6 +106,10 @@ def _is_numeric(dtype: np.dtype[Any]) -> bool:
 def _to_numpy(value: Any, name: str, where: str) -> NDArray[Any]:
     """Return the value as an array of its own type, which is numeric or boolean."""
     try:
+        if isinstance(value, np.ma.MaskedArray):
+            raise UserError(
+                f"{name!r} of {where} is a masked array: give x.filled(0), and the mask under a name of its own"
+            )
         if isinstance(value, np.ndarray | np.generic):
             array = np.asarray(value)
         elif is_tensor(value):

@@ -12,7 +12,7 @@ from jaxtrain.data.files import files_under
 from jaxtrain.data.holdout import share
 from jaxtrain.data.source import Source
 from jaxtrain.data.tables import is_table, split_table
-from jaxtrain.data.text import split_files, stdlib_files, text_files
+from jaxtrain.data.text import split_files, stdlib_files, text_files, warn_of_encoding
 from jaxtrain.data.token_cache import TokenizedDocuments, file_identity, tokenized
 from jaxtrain.data.tokens import ByteTokenizer, FileTokenizer, Tokenizer
 from jaxtrain.errors import UserError
@@ -103,9 +103,17 @@ def split_ranges(
     return train, validation
 
 
+def encode_range(part: TextRange, texts: Tokenizer) -> NDArray[np.integer[Any]]:
+    """Return the tokens of a part of a text file."""
+    content = part.file.read_bytes()[part.start : part.stop]
+    if not isinstance(texts, ByteTokenizer):
+        warn_of_encoding(part.file, content)
+    return texts.encode_file(content)
+
+
 def _tokenized_ranges(ranges: list[TextRange], texts: Tokenizer) -> TokenizedDocuments:
     def documents() -> Iterator[NDArray[np.integer[Any]]]:
-        return (texts.encode_file(file.read_bytes()[start:stop]) for file, start, stop in ranges)
+        return (encode_range(part, texts) for part in ranges)
 
     return _cached(texts, [f"{start} {stop} {file_identity(file)}" for file, start, stop in ranges], documents)
 

@@ -16,7 +16,7 @@ from jaxtrain.data.arrays import Arrays, digits, npz
 from jaxtrain.data.files import files_under
 from jaxtrain.data.holdout import Labels, stratified_split
 from jaxtrain.data.source import Example
-from jaxtrain.data.tables import VALIDATION_SPLITS
+from jaxtrain.data.splits import TRAIN_SPLITS, VALIDATION_SPLITS
 from jaxtrain.errors import UserError
 from jaxtrain.records import report_unread
 
@@ -130,23 +130,40 @@ def image_folder(path: str | os.PathLike[str]) -> tuple[ImageFolder, ImageFolder
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    # macOS puts its own metadata into a folder of every zip archive.
+    hidden = (".", "__MACOSX")
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(hidden))
 
 
 def _splits(root: Path) -> tuple[Path, Path | None]:
     """Return the folders with a sub-folder per class, of training and of validation, if it is apart."""
     by_name = {path.name.lower(): path for path in _subfolders(root)}
-    train, named = by_name.get("train"), [by_name[name] for name in VALIDATION_SPLITS if name in by_name]
+    train = next((by_name[name] for name in TRAIN_SPLITS if name in by_name), None)
+    named = [by_name[name] for name in VALIDATION_SPLITS if name in by_name]
     held_out = next((path for path in named if _subfolders(path)), None)
     if len(by_name) == 1 and train is None and _subfolders(only := next(iter(by_name.values()))):
         raise UserError(f"{root} has one sub-folder, with sub-folders of its own: use {only}, or a folder of classes")
-    if train is not None and by_name.keys() <= {"train", *VALIDATION_SPLITS} and not _subfolders(train):
+    if train is not None and by_name.keys() <= {*TRAIN_SPLITS, *VALIDATION_SPLITS} and not _subfolders(train):
         raise UserError(f"{train} has no sub-folders: put the images of each class into one, in every split")
     if train is None or not _subfolders(train) or (held_out is None and len(by_name) > 1 + len(named)):
+        if shared := _shared_subfolders([*by_name.values()]):
+            raise UserError(
+                f"all sub-folders of {root} have the sub-folders {', '.join(shared)}: use one of them, or name them"
+                " train and validation"
+            )
         return root, None
     used = (train, held_out)
     report_unread(root, [path.name for path in by_name.values() if path not in used], what="folders")
     return train, held_out
+
+
+def _shared_subfolders(folders: Sequence[Path]) -> list[str]:
+    """Return the names of sub-folders that two or more folders all have; none where a folder has images of its own."""
+    names = [{path.name for path in _subfolders(folder)} for folder in folders]
+    if len(folders) < 2 or len(names[0]) < 2 or any(own != names[0] for own in names):
+        return []
+    has_images = any(path.suffix.lower() in _IMAGE_SUFFIXES for folder in folders for path in folder.iterdir())
+    return [] if has_images else sorted(names[0])
 
 
 def _labeled_files(folder: Path, classes: Sequence[str], root: Path) -> tuple[list[Path], Labels]:

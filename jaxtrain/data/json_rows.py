@@ -17,6 +17,7 @@ from jaxtrain.errors import UserError
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _REMEDY = "write one JSON object per line"
+_PACKED = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "unzstd", b"BZh": "bunzip2", b"\xfd7zX": "unxz", b"PK": "unzip"}
 _MOST_OF_LINE, _MOST_OF_ARRAY = 2**26, 2**31  # bytes
 
 
@@ -155,8 +156,11 @@ def _is_array(file: Path) -> bool:
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
-    byte = error.object[error.start]
-    return f"is not UTF-8 (byte 0x{byte:02x} at {error.start}): convert it, as by iconv -f latin1 -t utf-8"
+    start, byte = error.object[:4], error.object[error.start]
+    if packed := next((how for magic, how in _PACKED.items() if start.startswith(magic)), None):
+        return f"is compressed: unpack it, as by {packed}"
+    encoding = "utf-16" if start[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
+    return f"is not UTF-8 (byte 0x{byte:02x} at {error.start}): convert it, as by iconv -f {encoding} -t utf-8"
 
 
 def _lines(file: Path) -> NDArray[np.int64]:

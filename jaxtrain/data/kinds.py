@@ -60,5 +60,16 @@ def kind_of(data: Any) -> tuple[Kind, Any]:
     )
 
 
+def digest_of(data: Any) -> str | None:
+    """Return a digest of data in memory, a mapping of arrays or a DataFrame; None for data of other kinds.
+
+    Example:
+      >>> digest_of({"x": [1, 2]}) == digest_of({"x": [1, 3]}), digest_of([{"x": 1}])
+      (False, None)
+    """
+    source = None if data is None else kind_of(data)[1]
+    return source.digest() if isinstance(source, Columns) else None
+
+
 def _is_source(data: Any) -> bool:
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not is_torch(data, "IterableDataset")

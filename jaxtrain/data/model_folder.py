@@ -52,13 +52,13 @@ def read_text(folder: Path, name: str) -> str:
 
 
 def json_value(text: str | bytes) -> Any:
-    """Parse strict JSON. Raises `ValueError` for NaN, infinity and numbers beyond float64 too.
+    """Parse strict JSON. Raises `ValueError` for NaN, infinity, numbers beyond float64 and repeated names too.
 
     Example:
       >>> json_value('{"a": [1, 2.5]}')
       {'a': [1, 2.5]}
     """
-    return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    return json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_unique)
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -75,6 +75,15 @@ def inside(folder: Path, name: str) -> Path:
     if path.is_symlink() and not path.exists():
         raise UserError(f"{path} is a broken link (to {path.readlink()}): replace it by the file")
     return path
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object; Python would keep the last of two values with one name."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise ValueError(f"the name {twice!r} occurs twice in an object")
+    return values
 
 
 def _refuse(literal: str) -> float:

@@ -201,7 +201,7 @@ def row_value(value: Any, where: str) -> str | bytes | NDArray[Any] | np.generic
       Text and bytes as they are; numbers as numpy values or arrays of int32, float32 or bool.
 
     Raises:
-      UserError: The value is missing, of another kind, or an integer beyond int32.
+      UserError: The value is missing, of another kind, an integer beyond int32, or a number beyond float32.
 
     Example:
       >>> row_value([1, 2], "here"), row_value("text", "here")
@@ -221,7 +221,13 @@ def row_value(value: Any, where: str) -> str | bytes | NDArray[Any] | np.generic
         if array.size and (array.min() < bounds.min or array.max() > bounds.max):
             raise UserError(f"{where} is {value}, beyond int32: use smaller numbers")
         return array.astype(np.int32)[()]
-    return array[()] if array.dtype.kind == "b" else array.astype(np.float32)[()]
+    if array.dtype.kind == "b":
+        return array[()]
+    with np.errstate(over="ignore"):
+        narrow = array.astype(np.float32)
+    if (lost := np.isfinite(array) & ~np.isfinite(narrow)).any():
+        raise UserError(f"{where} is {array[lost].flat[0]}, beyond float32: use smaller numbers")
+    return narrow[()]
 
 
 def _row(table: Any, row: int, where: str, nested: bool) -> Example:
@@ -282,6 +288,8 @@ def _present(names: Sequence[str], columns: Sequence[str] | None, where: Any) ->
     for column in columns or ():
         if column not in names:
             raise UserError(f"{where} has no column {column!r}, only {', '.join(names)}: name one of these")
+    if twice := next((name for name in names if list(names).count(name) > 1), None):
+        raise UserError(f"{where} has two columns {twice!r}: rename one")
     return names if columns is None else columns
 
 

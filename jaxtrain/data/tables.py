@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from jaxtrain.data.files import files_under
+from jaxtrain.data.files import check_content, files_under
 from jaxtrain.data.rows import MappedSource, split_source
 from jaxtrain.data.source import Example, Source
+from jaxtrain.data.splits import VALIDATION_SPLITS, files_of_splits, names_except
 from jaxtrain.data.table_rows import ARROW_SUFFIXES, ArrowRows, ParquetRows, first_line
 from jaxtrain.errors import UserError
 from jaxtrain.records import report_unread
 
 _SAVED = ("dataset_dict.json", "state.json")  # files of datasets.save_to_disk
 _MAX_JSON_BYTES = 2**24
-VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
 
 
 def table(
@@ -34,30 +34,48 @@ def table(
       The rows, a source.
 
     Raises:
-      UserError: There is no table, pyarrow is not installed, or as the source returned.
+      UserError: There is no table, or several splits; pyarrow is not installed, or as the source returned.
     """
     root = Path(path)
     if (root / _SAVED[0]).exists():
         raise UserError(f"{root} has several splits: use one of its sub-folders")
     if (root / _SAVED[1]).exists():
         return ArrowRows(_files_of_saved(root), columns, nested=nested)
+    files = _table_files(root)
+    if files_of_splits(files, root):
+        raise UserError(f"{root} has several splits: use one of its files or sub-folders")
+    return opened_table(files, columns, nested=nested)
+
+
+def _table_files(root: Path) -> list[Path]:
+    """Return the parquet or Arrow files of a path, all of one kind, and name the other files of a folder."""
     files = [root] if root.is_file() else files_under(root)
-    of_kind = {
-        kind: [f for f in files if f.suffix.lower() in suffixes]
-        for kind, suffixes in ((ParquetRows, (".parquet",)), (ArrowRows, ARROW_SUFFIXES))
-    }
-    found = [(kind, files) for kind, files in of_kind.items() if files]
+    of_kind = ([f for f in files if f.suffix.lower() in suffixes] for suffixes in ((".parquet",), ARROW_SUFFIXES))
+    found = [of_one for of_one in of_kind if of_one]
     if len(found) != 1:
         what = "both parquet and Arrow files" if found else "no table"
         raise UserError(f"{root} has {what}: use a .parquet or {ARROW_SUFFIXES[0]} file or a folder of one kind")
-    (kind, files), *_ = found
+    report_unread(root, names_except(files, found[0], root), what="files")
+    return found[0]
+
+
+def opened_table(
+    files: Sequence[Path], columns: Sequence[str] | None = None, *, nested: bool = False
+) -> ArrowRows | ParquetRows:
+    """Open parquet or Arrow files, all of one kind, as `table` does."""
+    for file in files:
+        check_content(file)
+    kind = ParquetRows if files[0].suffix.lower() == ".parquet" else ArrowRows
     return kind(files, columns, nested=nested)
 
 
 def split_table(
     path: str | os.PathLike[str], columns: Sequence[str] | None = None, validation_fraction: float = 0.1
 ) -> tuple[Source, Source]:
-    """Open a table as (train, validation): the splits of a saved dataset, or a random split by index.
+    """Open a table as (train, validation): its splits, or a random split by index.
+
+    The splits are those of a saved dataset, or of a folder in which files or sub-folders are named `train` and
+    `validation` (or `valid`, `val`, `dev`, `eval`, `test`), such as `train-00000-of-00002.parquet`.
 
     Args:
       path: File or folder.
@@ -67,10 +85,22 @@ def split_table(
     Raises:
       UserError: As `table`; or a saved dataset has splits, but not these.
     """
-    splits = saved_splits(Path(path))
-    if splits is None:
-        return split_source(table(path, columns), validation_fraction)
-    return table(splits[0], columns), table(splits[1], columns)
+    if saved := saved_splits(Path(path)):
+        return table(saved[0], columns), table(saved[1], columns)
+    if named := table_splits(Path(path)):
+        return opened_table(named[0], columns), opened_table(named[1], columns)
+    return split_source(table(path, columns), validation_fraction)
+
+
+def table_splits(path: Path) -> tuple[list[Path], list[Path]] | None:
+    """Return the files of the splits (train, validation) that the names in a folder of tables say; None without any."""
+    if path.is_file() or not is_table(path) or (path / _SAVED[1]).exists():
+        return None
+    files = _table_files(path)
+    splits = files_of_splits(files, path)
+    if splits is not None:
+        report_unread(path, names_except(files, [*splits[0], *splits[1]], path), what="files")
+    return splits
 
 
 def saved_splits(path: Path) -> tuple[Path, Path] | None:

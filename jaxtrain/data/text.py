@@ -14,13 +14,17 @@ from numpy.typing import NDArray
 from jaxtrain.data.files import files_under
 from jaxtrain.data.holdout import check_fraction, share
 from jaxtrain.data.source import Example
-from jaxtrain.errors import UserError
+from jaxtrain.data.splits import files_of_splits, names_except, split_of
+from jaxtrain.errors import UserError, warn_user
+from jaxtrain.records import report_unread
 
 Bytes = NDArray[np.uint8]
 
 _THIRD_PARTY = {"site-packages", "dist-packages", "__pycache__"}
 # Some distributions remove these, so that a corpus with them would differ between machines.
 _OFTEN_STRIPPED = {"test", "tests", "idle_test", "lib2to3"}
+_JSON_LINES = {".jsonl", ".ndjson"}
+_REPLACEMENT = "\ufffd"
 _PROBED_BYTES = 8 * 1024
 _COUNTED_TOKENS = 2**20
 
@@ -92,7 +96,8 @@ def stdlib_files() -> list[Path]:
 def text_files(path: str | os.PathLike[str]) -> list[Path]:
     """Return `path` itself, or every text file below it, sorted by path.
 
-    Hidden, empty and unreadable files are skipped, and so are files with a NUL byte in their first 8 KiB.
+    Hidden and empty files are skipped. Other files of a folder that are no text, which cannot be read or have a NUL
+    byte in their first 8 KiB, are named in a warning, and so are JSON Lines, which are read as text.
 
     Raises:
       UserError: `path` does not exist, or there is no text.
@@ -104,10 +109,23 @@ def text_files(path: str | os.PathLike[str]) -> list[Path]:
     root = Path(path)
     if not root.exists():
         raise UserError(f"{root} does not exist: use a text file or a folder of text files")
-    files = [f for f in ([root] if root.is_file() else files_under(root)) if _is_text(f)]
+    found = [root] if root.is_file() else [file for file in files_under(root) if file.stat().st_size]
+    files = [file for file in found if _is_text(file)]
     if not files:
         raise UserError(f"{root} has no readable text: use a non-empty text file or folder")
+    report_unread(root, names_except(found, files, root), what="files")
+    if lines := next((file for file in files if file.suffix.lower() in _JSON_LINES), None):
+        warn_user(f"{lines} is read as text, with its names and braces: tokenize its texts by jaxtrain data tokenize")
     return files
+
+
+def warn_of_encoding(file: Path, content: bytes) -> None:
+    """Warn of a text file that is not UTF-8, of which a tokenizer sees U+FFFD in place of some characters."""
+    text = content.decode("utf-8", "replace")[4:-4]  # a character may be divided at the ends of a part
+    if _REPLACEMENT in text and _REPLACEMENT.encode() not in content:
+        warn_user(
+            f"{file} is not UTF-8, so that some of its characters are lost: convert it, as by iconv -f latin1 -t utf-8"
+        )
 
 
 def split_text(
@@ -115,8 +133,9 @@ def split_text(
 ) -> tuple[Bytes, Bytes]:
     """Return the bytes of text files as (train, validation), uint8 each, split by whole files.
 
-    The validation files are those with the smallest hash of their path, so that the split depends on names only. A
-    single file is divided instead, validation last.
+    If the names of all files say a split, as `train.txt` and `valid.txt` do, it is that. Otherwise the validation files
+    are those with the smallest hash of their path, so that the split depends on names only. A single file is divided
+    instead, validation last.
 
     Args:
       files: Text files.
@@ -157,12 +176,19 @@ def split_contents(
 def split_files(
     files: Sequence[Path], root: str | os.PathLike[str], validation_fraction: float = 0.1
 ) -> tuple[list[Path], list[Path]]:
-    """Split files by the hash of their path into (train, validation), in their order; a single file is for training.
+    """Split files into (train, validation), in their order; a single file is for training.
+
+    If the names of all files say a split, as `train.txt` and `valid.txt` do, it is that; otherwise files are held out
+    by the hash of their path.
 
     Raises:
       UserError: The fraction is not in (0, 1).
     """
     check_fraction(validation_fraction)
+    named = all(split_of(file.relative_to(root)) for file in files) and files_of_splits(files, Path(root))
+    if named:
+        report_unread(root, names_except(files, [*named[0], *named[1]], Path(root)), what="files")
+        return named
     by_hash = sorted(files, key=lambda file: _path_hash(file.relative_to(root)))
     held_out = set(by_hash[: share(len(files), validation_fraction)])
     return [f for f in files if f not in held_out], [f for f in files if f in held_out]

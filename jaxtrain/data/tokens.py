@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from jaxtrain.data.files import check_content
 from jaxtrain.errors import UserError
 from jaxtrain.folder_files import MOST_BYTES
 
@@ -147,6 +148,7 @@ def _read(file: Path) -> Any:
         raise UserError("a tokenizer.json needs tokenizers: pip install 'jaxtrain[data]'") from None
     if not file.is_file():
         raise UserError(f"{file} is not a file: use a tokenizer.json")
+    check_content(file)
     if (bytes_ := file.stat().st_size) > MOST_BYTES:
         raise UserError(f"{file} has {bytes_:,} bytes, more than {MOST_BYTES:,}: use a tokenizer.json")
     try:

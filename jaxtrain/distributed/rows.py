@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jaxtrain.distributed.mesh import ROWS, data_parallel_size
 from jaxtrain.errors import UserError
-from jaxtrain.step import require_equal_rows, require_integers, split_batch
+from jaxtrain.step import require_32_bits, require_equal_rows, split_batch
 
 
 def window_sharding(mesh: Mesh, accumulate: int) -> NamedSharding:
@@ -40,7 +40,7 @@ def place_batch(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:
         different numbers of rows, or an integer is beyond 32 bits.
     """
     sharding = window_sharding(mesh, accumulate)
-    require_integers(batch)
+    require_32_bits(batch)
     for kind in (jax.Array, np.ndarray):  # all rows, and those of this process
         require_equal_rows(jax.tree.map(lambda x, kind=kind: x if isinstance(x, kind) else None, batch))
 
@@ -61,7 +61,7 @@ def place_batch(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:
 def place_whole_batch(batch: Any, mesh: Mesh) -> Any:
     """Place a batch [B, …] that every process has whole on the mesh; shard its rows if they are divisible."""
     rows, whole = window_sharding(mesh, 1), NamedSharding(mesh, P())
-    require_integers(batch)
+    require_32_bits(batch)
 
     def leaf(x: Any) -> jax.Array:
         x = np.asarray(x)

@@ -20,6 +20,7 @@ from jaxtrain.interop.names import OUT_IN as OUT_IN
 from jaxtrain.interop.names import Layout as Layout
 from jaxtrain.interop.names import StoredLeaf as StoredLeaf
 from jaxtrain.interop.names import leaves as leaves
+from jaxtrain.interop.names import require_floating as require_floating
 from jaxtrain.interop.names import unflatten as unflatten
 from jaxtrain.interop.optimizer_state import MOMENTS as MOMENTS
 from jaxtrain.interop.torch_file import StoredTensor as StoredTensor

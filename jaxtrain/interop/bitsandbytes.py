@@ -46,7 +46,9 @@ def class_of_state(group: Mapping[str, Any]) -> str:
 
 def is_of_bitsandbytes(group: Mapping[str, Any], entries: Iterable[str]) -> bool:
     """Return whether a group and the names of the states of its parameters are those of bitsandbytes."""
-    return "state1" in entries or "t_alpha" in group or ("betas" in group and not {"maximize", "foreach"} & set(group))
+    if entries := {*entries}:
+        return "state1" in entries
+    return "t_alpha" in group or ("betas" in group and not {"maximize", "foreach", "amsgrad"} & set(group))
 
 
 def settings(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -297,6 +297,21 @@ class StoredLeaf:
         return layout.to_jax(np.asarray(tensor[layout.part(part)]))
 
 
+def require_floating(stored: Any, like: Any) -> None:
+    """Raise `UserError` for integers stored in place of a parameter, as those of quantized weights without their scale.
+
+    Args:
+      stored: Arrays, or `StoredLeaf`s, in a tree as `like`.
+      like: Tree of arrays or shapes.
+    """
+    for (path, leaf), array in zip(leaves(like), jax.tree.leaves(stored), strict=True):
+        if np.dtype(array.dtype).kind in "biu" and jax.dtypes.issubdtype(leaf.dtype, np.inexact):
+            raise UserError(
+                f"the weights of {path} are stored as {np.dtype(array.dtype).name}: convert quantized weights to"
+                " float32 first"
+            )
+
+
 def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield (path, leaf) of a pytree in its order, keys joined by "/"."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

@@ -5,6 +5,7 @@ containers only, and `.safetensors` contains no code. Tensors are memory-mapped 
 """
 
 import argparse
+import contextlib
 import pickletools
 import reprlib
 import zipfile
@@ -16,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.data import check_zip, is_zip
+from jaxtrain.data import check_content, check_zip, is_zip
 from jaxtrain.errors import UserError
 from jaxtrain.folder_files import MOST_BYTES, new_file
 from jaxtrain.interop.bitsandbytes import WRAPPED
@@ -218,8 +219,10 @@ def load(path: Path) -> Any:
     import pickle
 
     torch = installed_torch(f"reads {path} but is not needed for .safetensors")
+    check_content(path)
     if is_zip(path):
         # torch would map compressed tensors without decompressing them, and unpack a compressed pickle of any size.
+        _check_not_script(path)
         check_zip(path, stored=True)
         _check_pickles(path)
     try:
@@ -255,6 +258,14 @@ def _check_sizes(saved: Any, path: Path) -> None:
                 raise UserError(f"{path} has {size:,} bytes, but a tensor of {stored:,}: save the model again")
 
 
+def _check_not_script(path: Path) -> None:
+    with contextlib.suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+            raise UserError(
+                f"{path} is a model of torch.jit.save: save torch.jit.load(path).state_dict() by torch.save"
+            )
+
+
 def _check_pickles(path: Path) -> None:
     """Raise `UserError` for a file in which a number says how much memory to allocate, by a call of `bytearray`."""
     try:
@@ -277,6 +288,7 @@ def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
         import safetensors
     except ImportError as error:
         raise UserError(f"safetensors, which reads {path}, is not installed: pip install safetensors") from error
+    check_content(path)
     try:
         file = safetensors.safe_open(path, "np")
         names = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118

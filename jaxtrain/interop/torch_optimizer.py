@@ -134,7 +134,10 @@ def optimizer_class_of_state(groups: Groups, entries: set[str]) -> str:
             raise UserError("older versions of PyTorch write equal states for Adam and AdamW: set --optimizer")
         return "AdamW" if group["decoupled_weight_decay"] else "Adam"
     if "betas" in group:
-        return "Adamax" if "exp_inf" in entries or "decoupled_weight_decay" not in group else "RAdam"
+        if "exp_inf" in entries or not (entries or "decoupled_weight_decay" in group):
+            return "Adamax"
+        if "decoupled_weight_decay" in group:
+            return "RAdam"
     raise UserError(f"an optimizer with the settings {', '.join(group)} is not supported: set --optimizer")
 
 

@@ -24,7 +24,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import optimizer_state
 from jaxtrain.interop.bitsandbytes import with_stored_blocks
 from jaxtrain.interop.metadata import CheckpointMetadata
-from jaxtrain.interop.names import NameTable
+from jaxtrain.interop.names import NameTable, require_floating
 from jaxtrain.interop.torch_file import TorchCheckpoint, strip_prefixes
 from jaxtrain.interop.torch_optimizer import (
     optimizer_class_of_state,
@@ -183,7 +183,7 @@ def torch_run(
     """
     buffers = buffers or NameTable({})
     params, state = _split_buffers(checkpoint.model, buffers, state_like)
-    names.check(params, params_like)
+    require_floating(names.stored(params, params_like), params_like)
     if state_like is not None:
         buffers.check(state, state_like)
     with _state_dict_errors():
@@ -240,6 +240,8 @@ class _CheckpointReader:
         saved = None if state is None else scheduler_from_state(state)
         if self.schedule is not None:
             return self._with_schedule(self.schedule)
+        if saved is None and any("initial_lr" in group for group in self.groups):
+            raise UserError(f"{self.kind} had a scheduler, whose state is not in the checkpoint: set --schedule")
         shift = 0 if saved is None or saved.kind == "ReduceLROnPlateau" else saved.position - self.count
         if shift < 0:
             raise UserError(

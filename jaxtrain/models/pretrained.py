@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.errors import UserError
 from jaxtrain.fields import type_errors
-from jaxtrain.interop import LAYER, NameTable, leaves
+from jaxtrain.interop import LAYER, NameTable, leaves, require_floating
 from jaxtrain.models import experts
 from jaxtrain.models.folder import CONFIG, read_json, read_tensors, resolve_folder, write_json, write_tensors
 from jaxtrain.models.hf_config import report_unread_settings
@@ -229,6 +229,7 @@ def _open(path: Path | str, dtype: Any | None, new_head: NewHead | None = None) 
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(wanted))
 
     arrays = [table.stored(part, like) for table, part, like in zip(tables, parts, likes, strict=True)]
+    require_floating(arrays[0], likes[0])
     likes = [jax.tree.map(typed, like, found) for like, found in zip(likes, arrays, strict=True)]
     return _Stored(module, config, model, likes, arrays)
 

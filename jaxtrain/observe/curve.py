@@ -21,7 +21,7 @@ def curve(points: Sequence[tuple[float, float]], references: Mapping[str, float]
     (first, *_), (last, *_) = points[0], points[-1]
     low, high = min(y for _, y in points), max(y for _, y in points)
     low = min([low, *(r for r in references.values() if r < high)])
-    span = (high - low) or 1.0
+    span = (high - low) or abs(high) or 1.0
     floor = low - span / HEIGHT  # so that the lowest value is visible
     heights = [(y - floor) / (high - floor) * HEIGHT for y in _resample(points, width)]
     dotted = {int((r - floor) / (high - floor) * HEIGHT) for r in references.values() if r < high}

@@ -82,10 +82,19 @@ def all_but(rule: Callable[[str], bool]) -> Callable[[Any], Any]:
     Returns:
       A function from the parameters to a pytree of booleans. It raises `UserError` if `rule` selects none of them.
 
+    Raises:
+      UserError: `rule` is not a function.
+
     Example:
       >>> all_but(no_decay)({"kernel": np.ones((2, 2)), "bias": np.ones(2)})
       {'bias': False, 'kernel': True}
     """
+
+    if not callable(rule):
+        raise UserError(
+            f"all_but takes a function of a parameter's path, got {rule!r}: use all_but(no_decay), or"
+            f" all_but(lambda path: path.startswith({str(rule)!r}))"
+        )
 
     def mask(params: Any) -> Any:
         decays = decay_mask(rule, params)

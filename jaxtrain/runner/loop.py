@@ -1,5 +1,6 @@
 """The training loop: build, check, start or resume; then step, log, evaluate and save until done or stopped."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -129,12 +130,12 @@ def run_training(
             processes.once(lambda: _create_folder(run, lock))
             processes.once(lambda: run.write_config(name, recipe))
             processes.once(lambda: write_facts(run, {**_about(recipe), **facts, **baselines}))
-        recorded = saved_settings(recipe)
+        recorded = saved_settings(recipe, training.task)
         with Checkpoints(run.checkpoints, retention, unsaved, recorded) as checkpoints, position.running():
             watch = ProcessWatch(console.message)
             session = Session(training, position, checkpoints, run, console, trace, events or Events(), watch)
             if resuming:
-                state = _restore(session, state)
+                state = _restore(session, state, recorded)
                 for change in processes.once(lambda: environment_changes(recorded_config(run.config))):
                     console.message(f"the run was started with {change}: results may not be bit-identical")
                 processes.once(lambda: run.write_config(name, recipe))
@@ -196,10 +197,10 @@ def _create_folder(run: RunFolder, lock: RunLock) -> None:
         check_free(run)  # another process may have been faster
 
 
-def _restore(session: Session, like: TrainState) -> TrainState:
+def _restore(session: Session, like: TrainState, recorded: Mapping[str, Any]) -> TrainState:
     state, saved = session.checkpoints.restore(like, on_damaged=session.console.message)
     try:
-        changes = check_saved(saved, session.training.recipe, session.run)
+        changes = check_saved(saved, recorded, session.training.recipe, session.run)
         session.position.restore(saved, state)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         where = session.run.checkpoints / str(int(state.step))

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.data import digest_of
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief
-from jaxtrain.run import Recipe
+from jaxtrain.run import Recipe, Task
 from jaxtrain.run_folder import RunFolder, plain_settings
 
 _FILES = 1000  # of a folder of data, whose times are compared
@@ -54,29 +55,33 @@ def check_resumed(saved: Recipe, recipe: Recipe) -> None:
             )
 
 
-def saved_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return what a checkpoint holds of the settings that a resumed run may not change, and of its files of data."""
+def saved_settings(recipe: Recipe, task: Task) -> dict[str, Any]:
+    """Return what a checkpoint holds of the settings that a resumed run may not change, and of its data."""
     settings = {name: value for name, value in plain_settings(recipe).items() if name not in CHANGEABLE}
     paths = [value for value in vars(recipe).values() if isinstance(value, Path)]
-    return {"recorded": {"settings": settings, "files": {str(path.absolute()): _stamp(path) for path in paths}}}
+    files = {str(path.absolute()): _stamp(path) for path in paths}
+    digests = {name: digest_of(getattr(task, name)) for name in ("train", "validation")}
+    arrays = {name: digest for name, digest in digests.items() if digest is not None}
+    return {"recorded": {"settings": settings, "files": files, "arrays": arrays}}
 
 
-def check_saved(saved: Mapping[str, Any], recipe: Recipe, run: RunFolder) -> list[str]:
+def check_saved(saved: Mapping[str, Any], now: Mapping[str, Any], recipe: Recipe, run: RunFolder) -> list[str]:
     """Compare the settings that a checkpoint was trained with to those of config.json, which may have been edited.
 
     Args:
       saved: What the checkpoint holds besides the state, with `saved_settings`.
+      now: `saved_settings` of the resumed run.
       recipe: The settings of the resumed run.
       run: The folder of the run.
 
     Returns:
-      Lines that name the files of data which were modified.
+      Lines that name the data which were modified.
 
     Raises:
       UserError: A setting differs.
     """
-    now, recorded = saved_settings(recipe)["recorded"], saved.get("recorded", {})
-    before, files = recorded.get("settings", {}), recorded.get("files", {})
+    now, recorded = now["recorded"], saved.get("recorded", {})
+    before, files, arrays = (recorded.get(name, {}) for name in ("settings", "files", "arrays"))
     for name, value in now["settings"].items():
         is_path = isinstance(getattr(recipe, name), Path)  # data may move; its files are compared below
         if name in before and before[name] != value and not is_path:
@@ -84,11 +89,14 @@ def check_saved(saved: Mapping[str, Any], recipe: Recipe, run: RunFolder) -> lis
                 f"{run.config} sets {name} to {brief(value)}, but the run was trained with {brief(before[name])}: "
                 "set it back, or start a new run with another --out"
             )
-    return [
-        f"{path} was modified after the run was saved: results may differ from those of an uninterrupted run"
-        for path, stamp in now["files"].items()
-        if files.get(path, stamp) != stamp
+    changed = [f"{path} was modified" for path, stamp in now["files"].items() if files.get(path, stamp) != stamp]
+    changed += [
+        f"the arrays of Task.{name} were modified"
+        for name, digest in now["arrays"].items()
+        if arrays.get(name, digest) != digest
     ]
+    remark = "after the run was saved: results may differ from those of an uninterrupted run"
+    return [f"{what} {remark}" for what in changed]
 
 
 def _stamp(path: Path) -> str:

@@ -1,6 +1,6 @@
 """Build the parts of a run from its recipe."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -126,7 +126,7 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
         rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
     loader = task_batches(task, recipe, rows, message)
     place = step.place if _has_own_memory(run_devices(recipe.mesh)) else None
-    return Training(recipe, task, loader, step, shorter_step, held_out_evaluation(task, recipe), place)
+    return Training(recipe, task, loader, step, shorter_step, held_out_evaluation(task, recipe, loader.peek), place)
 
 
 def _has_own_memory(devices: Sequence[jax.Device]) -> bool:
@@ -172,12 +172,22 @@ def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
     return Gauges(model_flops, run_devices(training.recipe.mesh), training.recipe.precision)
 
 
-def held_out_evaluation(task: Task, recipe: Recipe) -> Evaluate:
+def _check_names(batch: Mapping[str, Any], of_training: Mapping[str, Any], error: Exception) -> None:
+    """Raise `UserError` if a batch of an evaluation, which raised an error, lacks an array of one of training."""
+    if missing := [name for name in of_training if name not in batch]:
+        raise UserError(
+            f"the validation data have no {missing[0]!r}, which the training data have, only {', '.join(batch)}: "
+            "give both the same names"
+        ) from error
+
+
+def held_out_evaluation(task: Task, recipe: Recipe, peek: Callable[[], Mapping[str, Any]] | None = None) -> Evaluate:
     """Return the evaluation of a run: a function of a state, which is evaluated by its moving average if it has one.
 
     Args:
       task: The task of the run.
       recipe: The settings of the run.
+      peek: Returns a batch of training; the loss fails on one of evaluation that lacks an array of it.
     """
     mesh = run_mesh(recipe.mesh)
     loss_fn = task.loss_fn if mesh is None else constrain_shardings(task.loss_fn, mesh, task.sharding)
@@ -196,7 +206,12 @@ def held_out_evaluation(task: Task, recipe: Recipe) -> Evaluate:
         if not metrics and task.validation is not None:
             found = []
             for batch in batches():
-                found.append(sums(state, batch))
+                try:
+                    found.append(sums(state, batch))
+                except Exception as error:
+                    if peek is not None:
+                        _check_names(batch, peek(), error)
+                    raise
                 cause = cause or cause_in_batch(found[-1]["loss"].total, suspects(task, batch))
             metrics = means(found)
         scores, answers = (

@@ -5,8 +5,8 @@
 
 from jaxtrain.step.accumulate import split_batch as split_batch
 from jaxtrain.step.arithmetic import optimizer_in_float32 as optimizer_in_float32
+from jaxtrain.step.batch import require_32_bits as require_32_bits
 from jaxtrain.step.batch import require_equal_rows as require_equal_rows
-from jaxtrain.step.batch import require_integers as require_integers
 from jaxtrain.step.build import TrainStep, train_step
 from jaxtrain.step.clip import clip_grad_norm as clip_grad_norm
 from jaxtrain.step.clip import clip_grad_value as clip_grad_value

@@ -1,5 +1,6 @@
-"""What a step requires of the arrays of a batch: integers that JAX has, and rows that agree before they are divided."""
+"""What a step requires of the arrays of a batch: numbers that JAX has, and rows that agree before they are divided."""
 
+import math
 from typing import Any
 
 import jax
@@ -8,22 +9,23 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.paths import path_name
 
-_NARROW: dict[str, Any] = {"i": np.int32, "u": np.uint32}
+_INTEGERS: dict[str, Any] = {"i": np.int32, "u": np.uint32}
 """What JAX makes of 64-bit integers without x64 mode, by kind: it keeps the lower 32 bits."""
 
 
-def require_integers(batch: Any, what: str = "the batch") -> None:
-    """Raise `UserError` for an integer of a batch on the host that JAX would replace by another.
+def require_32_bits(batch: Any, what: str = "the batch") -> None:
+    """Raise `UserError` for a number of a batch on the host that JAX would replace by another.
 
-    Every batch is checked, because every batch has other values; only arrays of 64-bit integers are read, which are
-    copied to 32 bits in any case. Arrays on devices and traced ones have passed this already.
+    Every batch is checked, because every batch has other values; only arrays of 64 bits are read, which are copied to
+    32 bits in any case. Arrays on devices and traced ones have passed this already. A float64 may be rounded to
+    float32, but not to infinity.
 
     Args:
       batch: A pytree.
       what: What it is, for the message.
 
     Example:
-      >>> require_integers({"label": np.array([1, 2**32 + 1])})  # doctest: +ELLIPSIS
+      >>> require_32_bits({"label": np.array([1, 2**32 + 1])})  # doctest: +ELLIPSIS
       Traceback (most recent call last):
       jaxtrain.errors.UserError: the batch holds 4294967297 at label, which int32 cannot hold: use smaller numbers...
     """
@@ -38,20 +40,22 @@ def require_integers(batch: Any, what: str = "the batch") -> None:
             )
 
 
-def _outside(leaf: Any) -> tuple[int, str] | None:
-    """Return an integer that its type in JAX cannot hold, and that type; None if there is none."""
-    if type(leaf) is int:
-        ends: list[int] = [leaf]
-        narrow = np.int32
-    elif _is_64_bit(leaf) and leaf.size:
-        values = np.asarray(leaf)
-        ends = [int(values.min()), int(values.max())]
-        narrow = _NARROW[values.dtype.kind]
+def _outside(leaf: Any) -> tuple[float, str] | None:
+    """Return a number that its type in JAX cannot hold, and that type; None if there is none."""
+    if type(leaf) in (int, float):
+        values, kind = np.asarray(leaf, object), "i" if type(leaf) is int else "f"
+    elif _is_64_bit(leaf):
+        values, kind = np.asarray(leaf), leaf.dtype.kind
     else:
         return None
-    bounds = np.iinfo(narrow)
-    outside = [value for value in ends if not bounds.min <= value <= bounds.max]
-    return (outside[0], bounds.dtype.name) if outside else None
+    if kind == "f" and not (values.size and math.isfinite(values.min()) and math.isfinite(values.max())):
+        values = values[np.isfinite(values.astype(np.float64))]
+    bounds: Any = np.finfo(np.float32) if kind == "f" else np.iinfo(_INTEGERS[kind])
+    for value in (values.min(), values.max()) if values.size else ():
+        number = value.item() if isinstance(value, np.generic) else value
+        if not float(bounds.min) <= number <= float(bounds.max):
+            return number, bounds.dtype.name
+    return None
 
 
 def _is_64_bit(leaf: Any) -> bool:
@@ -59,7 +63,20 @@ def _is_64_bit(leaf: Any) -> bool:
     is_array = isinstance(leaf, np.ndarray | np.generic) or (
         isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_fully_addressable
     )
-    return is_array and isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in _NARROW and leaf.dtype.itemsize == 8
+    return is_array and isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in "iuf" and leaf.dtype.itemsize == 8
+
+
+def require_rows(batch: Any) -> None:
+    """Raise `UserError` for a batch of arrays without rows: its loss would be 0, and nothing would be learned.
+
+    Example:
+      >>> require_rows({"x": np.ones((0, 4)), "y": np.ones(0)})
+      Traceback (most recent call last):
+      jaxtrain.errors.UserError: the arrays of the batch have no rows: leave such batches out
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
+    if arrays and not any(np.shape(array)[0] for array in arrays):
+        raise UserError("the arrays of the batch have no rows: leave such batches out")
 
 
 def require_equal_rows(batch: Any) -> None:

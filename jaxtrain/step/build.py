@@ -12,7 +12,7 @@ from jaxtrain.errors import user_facing
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step.accumulate import WindowSchedule
 from jaxtrain.step.arithmetic import optimizer_in_float32
-from jaxtrain.step.batch import require_integers
+from jaxtrain.step.batch import require_32_bits
 from jaxtrain.step.compiler_options import CompilerOptions, compiler_options
 from jaxtrain.step.diagnosis import diagnosed, takes_one_batch
 from jaxtrain.step.first_loss import warn_of_first_loss
@@ -136,7 +136,7 @@ class TrainStep:
         Raises:
           UserError: The state or the batch does not fit the step, or shapes changed more than `allow_recompile` times.
         """
-        require_integers(batch)
+        require_32_bits(batch)
         return self._call(self.jitted, state, batch)
 
     def place(self, batch: Any) -> Any:
@@ -145,7 +145,7 @@ class TrainStep:
         Raises:
           UserError: An integer of the batch is beyond 32 bits.
         """
-        require_integers(batch)
+        require_32_bits(batch)
         return jax.device_put(batch)
 
     def placed(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -167,7 +167,7 @@ class TrainStep:
           so far, the loss_fn's metrics of the micro-batch. Until the window is complete `grad_norm` is 0 and `skipped`
           is False.
         """
-        require_integers(micro_batch)
+        require_32_bits(micro_batch)
         return self._call(self._micro, state, micro_batch)
 
     def flush(self, state: TrainState) -> tuple[TrainState, Metrics]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxtrain.errors import user_facing
-from jaxtrain.step.batch import require_integers
+from jaxtrain.step.batch import require_32_bits
 from jaxtrain.step.compiler_options import compiler_options
 from jaxtrain.step.diagnosis import diagnosed, takes_one_batch
 from jaxtrain.step.loss_program import LossProgram
@@ -48,7 +48,7 @@ def eval_step(
     @functools.wraps(evaluate)
     def call(state: TrainState, batch: Any) -> dict[str, Loss]:
         require_present(state)
-        require_integers(batch)
+        require_32_bits(batch)
         try:
             sums: dict[str, Loss] = jitted(state, batch)
         except Exception as error:

@@ -13,6 +13,9 @@ from jaxtrain.errors import warn_user
 from jaxtrain.paths import path_name
 from jaxtrain.step.mistakes import is_concrete, is_number
 
+IGNORED = -100
+"""Label that PyTorch's cross-entropy leaves out of its mean."""
+
 
 def cause_in_batch(loss: Any, batch: Any, *, ranges: bool = True) -> str | None:
     """Return what a batch holds that makes its loss NaN or inf, with the remedy.
@@ -52,13 +55,33 @@ def cause_in_batch(loss: Any, batch: Any, *, ranges: bool = True) -> str | None:
 
 
 def warn_of_first_loss(metrics: Mapping[str, Any], batch: Any) -> None:
-    """Warn if the first loss of a training is not finite and the batch holds a likely cause.
+    """Warn if the first loss of a training is not finite and the batch holds a likely cause, or counts ignored labels.
 
     Called after the first call of a step; that of a resumed run is not the first of its training. A skipped update
     changed nothing, and may be that of a loss scale that is still too large.
     """
     loss = metrics["loss"]
-    if not is_concrete(loss) or np.isfinite(np.asarray(loss)) or metrics["skipped"] or int(metrics["attempted"]) > 1:
+    if not is_concrete(loss) or metrics["skipped"] or int(metrics["attempted"]) > 1:
         return
+    if name := _counted_labels(float(metrics["weight"]), batch):
+        warn_user(
+            f"the weight of the loss counts labels of {IGNORED} at {name}, which are no part of PyTorch's mean: use "
+            f"Loss.of(losses, labels != {IGNORED}), or the sum of losses.label_weights(labels) as the weight"
+        )
     if cause := cause_in_batch(loss, batch):
         warn_user(f"the first loss is {loss}, {cause}")
+
+
+def _counted_labels(weight: float, batch: Any) -> str | None:
+    """Return the labels of a batch of which some are to be ignored, but all are counted in the weight; None if not.
+
+    Of a language model the first label of each row is not predicted.
+    """
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if not (is_number(leaf) and getattr(leaf, "is_fully_addressable", True) and np.size(leaf) and np.ndim(leaf)):
+            continue
+        x = np.asarray(leaf)
+        is_label = x.dtype.kind == "i" and x.min() == IGNORED and bool(((x == IGNORED) | (x >= 0)).all())
+        if is_label and weight in (x.size, x[..., 1:].size):
+            return path_name(path) or "batch"
+    return None

@@ -1,4 +1,6 @@
-"""Recognize a mean among traced values: a `Loss` of a mean and a weight above 1 trains with too small a gradient.
+"""Recognize means and counts among traced values.
+
+A `Loss` of a mean and a weight above 1 trains with too small a gradient, one of integers not at all.
 
 JAX records for every traced value the operation that computed it, as `tracer.parent`. This is read, instead of tracing
 the loss a second time, and is listed in `transforms/jax_internals.py`: without it nothing is recognized.
@@ -24,6 +26,17 @@ def averaged_elements(loss: Any) -> int | None:
         return None
     size = _mean_over(loss.total)
     return size if size and size % weight == 0 else None
+
+
+def is_of_integers(total: Any) -> bool:
+    """Return whether a traced total is a sum of integers or booleans, which have no gradient."""
+    while True:
+        operation, inputs = traced_operation(total)
+        if operation not in SAME_VALUES | {"reduce_sum"}:
+            return False
+        total = inputs[0]
+        if getattr(total, "dtype", np.dtype(np.float32)).kind in "biu":
+            return True
 
 
 def _mean_over(x: Any) -> int | None:

@@ -43,9 +43,9 @@ def is_number(x: Any) -> bool:
     """Return whether `x` is an array that JAX accepts, a shape of one, or a Python number."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct | bool | int | float | complex):
         return True
-    # ml_dtypes' bfloat16 and float8 are of kind "V".
+    # ml_dtypes' bfloat16 and float8 are of kind "V"; timedelta64, of kind "m", is a number for NumPy alone.
     return isinstance(x, np.ndarray | np.generic) and (
-        x.dtype.kind in "biufc" or jax.dtypes.issubdtype(x.dtype, np.number)
+        x.dtype.kind in "biufc" or (x.dtype.kind == "V" and jax.dtypes.issubdtype(x.dtype, np.number))
     )
 
 
@@ -79,10 +79,15 @@ def check_optimizer(optimizer: Any) -> None:
         return
     kind = _value(optimizer)
     remedy = "use one of jaxtrain.optim or optax, such as jaxtrain.optim.adamw(1e-3)"
+    is_class = inspect.isclass(optimizer)
     if _package(optimizer) == "torch":
         remedy = "convert it with jaxtrain.interop.from_torch, or " + remedy
-    elif inspect.isclass(optimizer) and optimizer.__module__.partition(".")[0] == "torch":
+    elif is_class and optimizer.__module__.partition(".")[0] == "torch":
         kind = f"the class torch.optim.{optimizer.__name__}"
+    elif is_class:
+        kind = f"the class {optimizer.__name__}"
+    elif _is_schedule(optimizer):
+        kind, remedy = "a schedule", "give it to an optimizer, as in jaxtrain.optim.adamw(schedule)"
     elif callable(optimizer):
         kind, remedy = "function", f"call it, as in {getattr(optimizer, '__name__', 'optimizer')}(1e-3)"
     elif isinstance(optimizer, int | float):
@@ -90,6 +95,14 @@ def check_optimizer(optimizer: Any) -> None:
     elif isinstance(optimizer, tuple | list) and all(map(is_transformation, optimizer)):
         remedy = "join them with optax.chain(...)"
     raise UserError(f"optimizer must be an optax.GradientTransformation, got {kind}: {remedy}")
+
+
+def _is_schedule(x: Any) -> bool:
+    """Return whether a function returns a number for a count, as a learning rate schedule does."""
+    try:
+        return bool(is_number(rate := x(0)) and np.ndim(rate) == 0)
+    except Exception:  # whatever a function of other arguments raises
+        return False
 
 
 def is_transformation(x: Any) -> bool:
@@ -233,6 +246,8 @@ def batch_error(batch: Any) -> str | None:
             return f"the batch is a torch {type(leaf).__name__}: pass one of its batches, as NumPy arrays"
         if isinstance(leaf, list):
             return f"the batch holds a list of numbers at {name}: pass numpy.asarray(...) of it"
+        if isinstance(leaf, np.ma.MaskedArray):
+            return f"the array {name} of the batch is masked: pass x.filled(0), and the mask as an array of its own"
         if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.isnative:
             native = leaf.dtype.newbyteorder("=").name
             return f"the array {name} of the batch has another byte order: pass x.astype('{native}')"

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.errors import UserError, warn_user
-from jaxtrain.step.means import averaged_elements
+from jaxtrain.step.means import averaged_elements, is_of_integers
 from jaxtrain.step.mistakes import call_note, describe, is_number, location_of, loss_fn_error, same_structure
 from jaxtrain.step.pairs import warn_of_pairs
 
@@ -156,9 +156,11 @@ def _check_loss(loss: Loss) -> None:
 
 def _check_differentiable(total: Any) -> None:
     # A Python number is a constant on purpose, as in a loss_fn that only returns metrics.
-    if not isinstance(total, int) and not jnp.issubdtype(jnp.result_type(total), np.floating):
+    is_real = jnp.issubdtype(jnp.result_type(total), np.floating)
+    if not isinstance(total, int) and (not is_real or is_of_integers(total)):
+        what = describe(total) if not is_real else "a sum of integers"
         raise UserError(
-            f"loss_fn must return a floating-point total, got {describe(total)}, which has no real gradient: "
+            f"loss_fn must return a floating-point total, got {what}, which has no real gradient: "
             "sum losses, not counts, and use .real of complex numbers"
         )
 

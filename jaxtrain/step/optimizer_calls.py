@@ -25,7 +25,7 @@ def call_init(optimizer: optax.GradientTransformation, params: Any) -> Any:
     """
     try:
         return optimizer.init(params)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
         if _is_of_library(error):
             raise UserError(
                 f"the optimizer's init fails with these parameters, {_first_line(error)}: use an optimizer of "
@@ -57,7 +57,7 @@ def call_update(
             if not (takes_extra and re.search(f"unexpected keyword argument '({'|'.join(extra)})'", str(error))):
                 raise
             updates, new = optimizer.update(grads, state, params)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
         if not _is_of_library(error):
             raise
         missing = re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error))

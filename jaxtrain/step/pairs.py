@@ -1,4 +1,4 @@
-"""Recognize a loss of every pair of rows: predictions [B, 1] minus targets [B] are [B, B], silently.
+"""Recognize a loss of every pair of rows: predictions [B, 1] minus targets [B], or times them, are [B, B], silently.
 
 Written out, as `y[None, :]`, pairs are meant; what is recognized is NumPy's promotion of a rank, which JAX reports if
 asked. It is asked, by calling the loss once more, only if the total is a sum over [B, B].
@@ -20,11 +20,11 @@ from jaxtrain.step.mistakes import location_of
 
 _MAX_OPERATIONS = 100
 _CALLS = itertools.count()
-_DIFFERENCES = ("subtract", "divide", "true_divide")
+_PAIRED = ("subtract", "divide", "true_divide", "multiply")
 
 
 def warn_of_pairs(loss_fn: Callable[..., Any], args: tuple[Any, ...], loss: Any) -> None:
-    """Warn of a traced loss that takes the difference of every pair of rows of the batch.
+    """Warn of a traced loss that takes the difference, the ratio or the product of every pair of rows of the batch.
 
     Args:
       loss_fn: The loss function.
@@ -42,7 +42,7 @@ def warn_of_pairs(loss_fn: Callable[..., Any], args: tuple[Any, ...], loss: Any)
         jax.eval_shape(lambda *args: loss_fn(*args) and (), *args)
     for warning in caught:
         found = re.search(r"rank promotion for (\w+) on shapes (\(.*\))\.", str(warning.message))
-        if found and found[1] in _DIFFERENCES and sorted(_shapes(found[2])) == [(rows,), (rows, 1)]:
+        if found and found[1] in _PAIRED and sorted(_shapes(found[2])) == [(rows,), (rows, 1)]:
             warn_user(
                 f"{found[1]} of shapes {found[2]} in loss_fn at {location_of(loss_fn)} gives a loss for every pair of "
                 "rows: remove an axis, as in x[:, 0], or write y[None, :] if pairs are meant"

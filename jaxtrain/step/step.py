@@ -29,7 +29,7 @@ from jaxtrain.step.accumulate import (
     split_batch,
 )
 from jaxtrain.step.arithmetic import widen
-from jaxtrain.step.batch import require_integers
+from jaxtrain.step.batch import require_32_bits, require_rows
 from jaxtrain.step.clip import clip_grad_norm, clip_grad_value
 from jaxtrain.step.complex_parameters import as_complex, as_real, refuse_complex
 from jaxtrain.step.ema import init_ema, update_ema
@@ -88,8 +88,8 @@ def init_state(
     if not jnp.issubdtype(jnp.result_type(seed), np.integer):
         raise UserError(f"seed must be an integer, got {describe(seed)}: use 0, for example")
     require_trainable(params, parts.frozen)
-    require_integers(params, "params")
-    require_integers(model_state, "model_state")
+    require_32_bits(params, "params")
+    require_32_bits(model_state, "model_state")
     trained, frozen = partition(params, parts.frozen)
     if parts.clip_value is not None:
         refuse_complex(trained, "clip_value, as PyTorch's clip_grad_value_,", "use clip_norm")
@@ -117,6 +117,7 @@ def init_state(
 @readable_equations()
 def batch_step(parts: StepParts, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     """Apply one update computed from an effective batch [k·B, …]."""
+    require_rows(batch)
     return window_step(parts, state, batch if callable(parts.accumulate) else split_batch(batch, parts.accumulate))
 
 

@@ -141,3 +141,11 @@ def test_collate_replaces_stacking():
 def test_invalid_columns_are_refused(arrays, message):
     with pytest.raises(UserError, match=message):
         Columns(arrays)
+
+
+def test_masked_arrays_are_refused():
+    masked = np.ma.masked_array(np.ones(3), [0, 1, 0])
+    with pytest.raises(UserError, match=r"'x' of the data is a masked array: give x\.filled\(0\), and the mask"):
+        Columns({"x": masked})
+    with pytest.raises(UserError, match=r"'x' of example 4 is a masked array"):
+        stack([masked, masked], "x", [4, 5])

@@ -1,5 +1,8 @@
 """JSON Lines and JSON files as sources of objects."""
 
+import bz2
+import gzip
+import lzma
 import pickle
 from pathlib import Path
 
@@ -52,6 +55,10 @@ def test_an_array_is_read_from_one_file(tmp_path: Path) -> None:
         (b'{"text": NaN}', r"line 2 is not valid JSON \(NaN is not a JSON number\)"),
         (b'{"text": "\xff"}', r"line 2 is not UTF-8 \(byte 0xff at 10\): convert it, as by iconv -f latin1 -t utf-8"),
         (b"[" * 100_000, "line 2 is not valid JSON"),
+        (
+            b'{"a": {"text": "1", "b": 2, "text": "3"}}',
+            "line 2 is not valid JSON .the name 'text' occurs twice in an object",
+        ),
         (b'"text"', "line 2 is a str, not an object: write one JSON object per line"),
     ],
 )
@@ -62,3 +69,18 @@ def test_a_malformed_line_is_named(line: bytes, message: str, tmp_path: Path) ->
     with pytest.raises(UserError, match=message) as raised:
         rows[1]
     assert str(raised.value).startswith(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "é"}'.encode("utf-16"), r"line 1 is not UTF-8 .*: convert it, as by iconv -f utf-16 -t utf-8$"),
+        (gzip.compress(b'{"text": "a"}'), "line 1 is compressed: unpack it, as by gunzip$"),
+        (bz2.compress(b'{"text": "a"}'), "line 1 is compressed: unpack it, as by bunzip2$"),
+        (lzma.compress(b'{"text": "a"}'), "line 1 is compressed: unpack it, as by unxz$"),
+    ],
+)
+def test_other_encodings_are_named(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        json_rows([tmp_path / "a.jsonl"])[0]

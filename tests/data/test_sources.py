@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from jaxtrain.data import (
     text_files,
     unigram_entropy,
 )
+from jaxtrain.data.text import warn_of_encoding
 from jaxtrain.errors import UserError
 
 
@@ -112,13 +114,32 @@ def test_text_files_are_the_visible_regular_texts_in_order(tmp_path: Path) -> No
     write_files(tmp_path, {".hidden": b"x", ".git/config": b"x", "empty": b"", "binary": b"x" * 8000 + b"\0"})
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    assert text_files(tmp_path) == [a, b]
+    with pytest.warns(UserWarning, match="has files that are not read: binary$"):
+        assert text_files(tmp_path) == [a, b]
     assert text_files(str(b)) == [b]
 
 
 def test_nul_after_the_first_8_kib_does_not_make_a_file_binary(tmp_path: Path) -> None:
     files = write_files(tmp_path, {"late": b"x" * 8192 + b"\0"})
     assert text_files(tmp_path) == files
+
+
+def test_json_lines_read_as_text_are_warned_of(tmp_path: Path) -> None:
+    files = write_files(tmp_path, {"a.jsonl": b'{"text": "a"}'})
+    with pytest.warns(UserWarning, match=r"a\.jsonl is read as text, with its names and braces: tokenize its texts by"):
+        assert text_files(tmp_path) == files
+
+
+@pytest.mark.parametrize(("encoding", "is_lost"), [("utf-8", False), ("latin-1", True)])
+def test_a_text_that_is_not_utf8_is_warned_of(encoding: str, is_lost: bool, tmp_path: Path) -> None:
+    content = ("é" * 20 + "\n").encode(encoding)[1:-2]  # may start and end within a character
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_encoding(tmp_path / "a.txt", content)
+        warn_of_encoding(tmp_path / "a.txt", "\ufffd".encode())
+    assert [str(warning.message).partition(",")[0] for warning in caught] == [
+        f"{tmp_path}/a.txt is not UTF-8"
+    ] * is_lost
 
 
 def test_missing_text_is_refused(tmp_path: Path) -> None:
@@ -240,6 +261,16 @@ OBJECTS = np.array([None, "a"], object)
         ({"x": np.array(["a", "b"]), "y": np.arange(2)}, "save numbers"),
         ({"x": OBJECTS, "y": np.arange(2)}, "'x' is an array of objects"),
         ({"x": np.ones((2, 3)), "y": np.arange(2)}, "none for validation"),
+        ({"x": np.array([[2**24 + 1], [-3]]), "y": np.arange(2)}, "'x' holds 16777217, which float32 rounds"),
+        ({"x": np.array([[1], [2**63 + 1]], np.uint64), "y": np.arange(2)}, "'x' holds 9223372036854775809, which"),
+        (
+            {"x": np.ones((2, 3)), "y": np.arange(2), "x_val": np.ones((2, 4)), "y_val": np.arange(2)},
+            r"'x' has images of float32 \[3\] and 'x_val' of float32 \[4\]: save both alike",
+        ),
+        (
+            {"x": np.ones((2, 3), np.uint8), "y": np.arange(2), "x_val": np.ones((2, 3)), "y_val": np.arange(2)},
+            r"'x' has images of uint8 \[3\] and 'x_val' of float32 \[3\]: save both alike",
+        ),
     ],
 )
 def test_invalid_arrays_of_an_npz_are_reported(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
@@ -247,6 +278,19 @@ def test_invalid_arrays_of_an_npz_are_reported(tmp_path: Path, arrays: dict[str,
     with pytest.raises(UserError, match=message) as raised:
         npz(tmp_path / "d.npz")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_channels_first_are_warned_of(tmp_path: Path, channels: int) -> None:
+    x, y = np.zeros((4, channels, 8, 9), np.uint8), np.array([0, 1, 0, 1])
+    np.savez(tmp_path / "first.npz", x=x, y=y)
+    np.savez(tmp_path / "last.npz", x=x.transpose(0, 2, 3, 1), y=y)
+    warning = (
+        rf"'x' is read as images of {channels}x8 pixels with 9 channels: if channels are first, .* save x\.transpose"
+    )
+    with pytest.warns(UserWarning, match=warning):
+        npz(tmp_path / "first.npz")
+    assert npz(tmp_path / "last.npz")[0].images.shape == (2, 8, 9, channels)
 
 
 def test_files_other_than_npz_are_refused(tmp_path: Path) -> None:

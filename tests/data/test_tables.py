@@ -100,7 +100,8 @@ def test_a_folder_of_files_is_one_table(tmp_path: Path, name: str) -> None:
     write(tmp_path / f"0{name}", columns(3))
     write(tmp_path / f"1{name}", columns(6, first=3))
     (tmp_path / "readme.txt").write_text("not a table")
-    rows = table(tmp_path)
+    with pytest.warns(UserWarning, match=r"has files that are not read: readme\.txt$"):
+        rows = table(tmp_path)
     assert [rows[i]["label"] for i in range(len(rows))] == list(range(9))
 
 
@@ -180,7 +181,7 @@ def test_a_saved_dataset_keeps_its_own_splits(tmp_path: Path) -> None:
 
 
 def test_unsupported_values_are_reported(tmp_path: Path) -> None:
-    kinds: dict[str, list] = {"missing": [None, "a"], "large": [2**31, 0]}
+    kinds: dict[str, list] = {"missing": [None, "a"], "large": [2**31, 0], "beyond": [[1.0, -1e300], [0.0]]}
     kinds |= {"nested": [{"a": 1}, {"a": 2}], "ragged": [[[1], [2, 3]], [[1]]]}
     parquet.write_table(pyarrow.table(kinds), tmp_path / "a.parquet")
     for name, message in {
@@ -188,6 +189,7 @@ def test_unsupported_values_are_reported(tmp_path: Path) -> None:
         "nested": "is a dict",
         "ragged": "is a list",
         "large": "is 2147483648, beyond int32",
+        "beyond": r"is -1e\+300, beyond float32",
     }.items():
         with pytest.raises(UserError, match=rf"'{name}' in row 0 of .*a\.parquet {message}"):
             table(tmp_path / "a.parquet", [name])[0]
@@ -199,10 +201,17 @@ def test_invalid_tables_are_refused(tmp_path: Path) -> None:
     for name in ("a.parquet", "a.arrow"):
         with pytest.raises(UserError, match=rf"{name} is not an? \w+ file that can be read"):
             table(tmp_path / name)
+    (tmp_path / "b.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+    with pytest.raises(UserError, match=r"b\.parquet is a pointer of Git LFS to a file that was not downloaded"):
+        table(tmp_path / "b.parquet")
     with pytest.raises(UserError, match="has both parquet and Arrow files"):
         table(tmp_path)
     with pytest.raises(UserError, match="has no table"):
         table(tmp_path / "nowhere")
+    twice = pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["a", "a"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(UserError, match=r"twice\.parquet has two columns 'a': rename one"):
+        table(tmp_path / "twice.parquet")
     (tmp_path / "b").mkdir()
     write_feather(tmp_path / "b/1.arrow", columns(2))
     write_feather(tmp_path / "b/2.arrow", pyarrow.table({"label": ["text"]}))

@@ -106,6 +106,35 @@ def test_groups_with_their_own_settings_are_kept_and_unknown_ones_refused(run, t
         imported(tmp_path / "a.pt")
 
 
+@pytest.mark.parametrize(
+    ("entries", "settings", "message"),
+    [
+        (("exp_avg",), ("betas",), "an optimizer with the settings lr, betas, weight_decay, params is not supported"),
+        (
+            ("step", "exp_avg", "exp_avg_sq"),
+            ("betas", "eps"),
+            "an optimizer with the settings lr, betas, eps, weight_de",
+        ),
+        (
+            ("step", "exp_avg", "exp_avg_sq"),
+            ("betas", "eps", "amsgrad"),
+            "older versions of PyTorch write equal states",
+        ),
+    ],
+    ids=["Lion", "LAMB", "Adam of an older PyTorch"],
+)
+def test_optimizers_of_others_are_named_by_their_settings(entries, settings, message, run, tmp_path):
+    parts = run.parts()
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
+    own = {name: group[name] for name in ("lr", *settings, "weight_decay")}
+    state = {number: {name: of[name] for name in entries} for number, of in parts["optimizer"]["state"].items()}
+    (old,) = parts["optimizer"]["param_groups"]
+    optimizer = {"state": state, "param_groups": [{**own, "params": old["params"]}]}
+    torch.save({"model": parts["model"], "optimizer": optimizer}, tmp_path / "a.pt")
+    with pytest.raises(jt.UserError, match=f"^{message}"):
+        imported(tmp_path / "a.pt")
+
+
 def test_parameters_that_were_never_updated_are_named(tmp_path):
     run = Run("AdamW")
     run.model.fc.bias.requires_grad_(False)

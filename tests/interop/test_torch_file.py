@@ -4,6 +4,7 @@ import pickle
 import resource
 import sys
 import tracemalloc
+import warnings
 import zipfile
 from collections import OrderedDict
 
@@ -177,6 +178,12 @@ def test_an_invalid_checkpoint_is_refused_in_one_line(case, path, capsys):
     assert "run!" not in capsys.readouterr().out
 
 
+def test_quantized_weights_are_refused(path):
+    torch.save(model(**{"out.weight": torch.ones(2, dtype=torch.int8)}), path)
+    with pytest.raises(jt.UserError, match="the weights of out are stored as int8: convert quantized weights"):
+        torch_run(read_torch(path), TABLE, LIKE)
+
+
 def test_missing_unexpected_and_mis_shaped_tensors_are_listed_at_once(path):
     changed = {"wte.weight": torch.ones(4, 3), "head.weight": None, "h.1.fc.weight": None, "extra": torch.ones(1)}
     torch.save(model(**changed), path)
@@ -200,6 +207,25 @@ def test_other_files_are_refused_in_one_line(tmp_path):
         with pytest.raises(jt.UserError, match=path.name) as error:
             read_torch(path)
         assert "\n" not in str(error.value)
+
+
+def test_what_stands_in_place_of_a_checkpoint_is_named(tmp_path):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
+    for name in ("a.pt", "a.safetensors"):
+        (tmp_path / name).write_text(pointer)
+        with pytest.raises(
+            jt.UserError, match="is a pointer of Git LFS to a file that was not downloaded: run git lfs"
+        ):
+            read_torch(tmp_path / name)
+        (tmp_path / name).write_text("")
+        with pytest.raises(jt.UserError, match=f"{name} is empty: download or write it again"):
+            read_torch(tmp_path / name)
+    with warnings.catch_warnings(action="ignore"):  # deprecated
+        torch.jit.script(torch.nn.Linear(2, 2)).save(str(tmp_path / "script.pt"))
+    with pytest.raises(
+        jt.UserError, match=r"is a model of torch\.jit\.save: save torch\.jit\.load\(path\)\.state_dict"
+    ):
+        read_torch(tmp_path / "script.pt")
 
 
 def test_a_safetensors_header_with_false_shapes_is_refused(tmp_path):

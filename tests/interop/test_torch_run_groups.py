@@ -99,7 +99,10 @@ INVALID = {
     ),
     "no lr": (without("lr"), "has no params and lr"),
     "an unknown option": (grouped("lr_scale", 2.0), "AdamW's lr_scale=2.0 in group 0 is not supported"),
-    "a scheduler not saved": (grouped("initial_lr", 0.1), "AdamW has a scheduler: pass it too"),
+    "a scheduler not saved": (
+        grouped("initial_lr", 0.1),
+        "AdamW had a scheduler, whose state is not in the checkpoint: set --schedule",
+    ),
     "an older AdamW": (without("decoupled_weight_decay"), "equal states for Adam and AdamW: set --optimizer"),
     "an unknown optimizer": (
         lambda saved: saved["optimizer"].update(param_groups=[{"lr": 1.0, "params": [*range(6)], "speed": 3}]),

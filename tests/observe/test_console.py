@@ -104,7 +104,8 @@ def test_a_curve_falls_from_the_top_left_to_the_bottom_right():
 
 def test_a_curve_of_one_point_or_a_constant_is_drawn():
     assert curve([(0, 1.0)], {}, width=20)
-    assert curve([(0, 1.0), (5, 1.0)], {}, width=20)
+    for level in (0.0, 1.0, -3e30, 1e16):
+        assert len(curve([(0, level), (5, level)], {}, width=20).splitlines()) == 12
 
 
 def test_a_quiet_console_prints_only_messages_to_standard_error(capsys):

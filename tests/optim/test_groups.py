@@ -117,6 +117,8 @@ def test_a_rule_that_selects_no_parameter_is_refused():
     with pytest.raises(UserError, match=r"all_but\(no_decay\) selects no parameter"):
         adamw(1e-3, mask=all_but(no_decay)).init({"kernel": jnp.ones((2, 2))})
     assert all_but(lambda path: False)({}) == {}
+    with pytest.raises(UserError, match=r"takes a function of a parameter's path, got 'bias': use all_but\(no_decay\)"):
+        all_but("bias")
 
 
 def test_what_decays_of_an_imported_module_is_what_the_model_names():

@@ -144,6 +144,13 @@ def test_a_run_says_that_data_are_empty(place, tmp_path):
     assert found.startswith(expected)
 
 
+def test_names_that_validation_lacks_are_named(tmp_path):
+    data = good_data()
+    found = run_of(tmp_path / "run", data, {("class" if name == "label" else name): x for name, x in data.items()})
+    assert found.startswith("the validation data have no 'label', which the training data have, only ")
+    assert "class" in found
+
+
 def test_a_label_of_a_later_evaluation_is_named(tmp_path, capsys):
     """The first evaluation sees good data, as with a stream."""
     evaluations = []

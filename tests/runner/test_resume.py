@@ -6,10 +6,12 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import jaxtrain as jt
 from jaxtrain.cli import main
+from jaxtrain.data import digest_of
 from jaxtrain.errors import UserError
 from jaxtrain.recipes.image import MLPRecipe
 from jaxtrain.run_folder import RunFolder
@@ -17,6 +19,8 @@ from jaxtrain.runner.lock import RunLock
 from jaxtrain.runner.resume import CHANGEABLE, check_saved, saved_settings
 
 RUN = RunFolder(Path("runs/x"))
+ARRAYS = {"x": np.arange(12.0).reshape(6, 2), "y": np.arange(6) % 2}
+TASK = jt.Task(init=dict, loss_fn=lambda *args: None, train=ARRAYS, validation=ARRAYS)
 OTHERS = {int: 77, float: 0.77, bool: True, str: "other"}
 
 
@@ -27,33 +31,63 @@ def test_every_setting_that_was_edited_is_refused_unless_it_may_change(field):
     other = next(
         value for kind, value in OTHERS.items() if value != before and (before is None or type(before) is kind)
     )
-    saved = json.loads(json.dumps(saved_settings(recipe)))
+    saved = json.loads(json.dumps(saved_settings(recipe, TASK)))
     edited = dataclasses.replace(recipe, **{field: other})
-    assert check_saved(saved, recipe, RUN) == []
+    assert check_saved(saved, saved_settings(recipe, TASK), recipe, RUN) == []
     if field in CHANGEABLE:
-        assert check_saved(saved, edited, RUN) == []
+        assert check_saved(saved, saved_settings(edited, TASK), edited, RUN) == []
         return
     with pytest.raises(UserError, match=f"config.json sets {field} to .*, but the run was trained with"):
-        check_saved(saved, edited, RUN)
+        check_saved(saved, saved_settings(edited, TASK), edited, RUN)
 
 
 def test_a_checkpoint_without_settings_is_accepted():
-    assert check_saved({"next_batch": 3}, MLPRecipe(), RUN) == []
+    assert check_saved({"next_batch": 3}, saved_settings(MLPRecipe(), TASK), MLPRecipe(), RUN) == []
 
 
 def test_data_that_was_modified_is_reported(tmp_path):
     file = tmp_path / "data.npz"
     file.write_bytes(b"rows")
     recipe = MLPRecipe(data=file)
-    saved = json.loads(json.dumps(saved_settings(recipe)))
-    assert check_saved(saved, recipe, RUN) == []
+    saved = json.loads(json.dumps(saved_settings(recipe, TASK)))
+    assert check_saved(saved, saved_settings(recipe, TASK), recipe, RUN) == []
     file.write_bytes(b"rowz")
     os.utime(file, ns=(1, 1))
-    (change,) = check_saved(saved, recipe, RUN)
+    (change,) = check_saved(saved, saved_settings(recipe, TASK), recipe, RUN)
     assert change.startswith(f"{file} was modified after the run was saved")
     # Data may move: its files are new ones.
     moved = dataclasses.replace(recipe, data=file.rename(tmp_path / "moved.npz"))
-    assert check_saved(saved, moved, RUN) == []
+    assert check_saved(saved, saved_settings(moved, TASK), moved, RUN) == []
+
+
+def changed(name, array):
+    return {**ARRAYS, name: array}
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        changed("x", ARRAYS["x"] + np.eye(6, 2)),
+        changed("x", ARRAYS["x"][::-1]),
+        changed("x", ARRAYS["x"].astype(int)),
+        changed("y", 1 - ARRAYS["y"]),
+        {"y": ARRAYS["y"], "z": ARRAYS["x"]},
+    ],
+    ids=["values", "order", "dtype", "labels", "names"],
+)
+def test_arrays_that_were_modified_are_reported(part, arrays):
+    recipe, after = MLPRecipe(), dataclasses.replace(TASK, **{part: arrays})
+    saved = json.loads(json.dumps(saved_settings(recipe, TASK)))
+    (change,) = check_saved(saved, saved_settings(recipe, after), recipe, RUN)
+    assert change.startswith(f"the arrays of Task.{part} were modified after the run was saved: results may differ")
+
+
+def test_a_digest_of_large_arrays_reads_a_part_of_them(monkeypatch):
+    monkeypatch.setattr("jaxtrain.data.columns._DIGESTED_BYTES", 16)
+    assert digest_of(ARRAYS) == digest_of(changed("x", ARRAYS["x"] + np.eye(6, 2, -1)))
+    assert digest_of(ARRAYS) != digest_of(changed("x", ARRAYS["x"] + np.eye(6, 2)))
+    assert digest_of([{"x": 1}]) is digest_of(None) is None
 
 
 def test_a_resumed_run_reports_another_environment_and_keeps_both(tmp_path, monkeypatch, capsys):

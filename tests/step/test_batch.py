@@ -1,4 +1,4 @@
-"""Batches at a step's boundary: integers keep their values, rows agree, no array is donated and read."""
+"""Batches at a step's boundary: numbers keep their values, rows agree, no array is donated and read."""
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ BEYOND = {
     "scalar": (np.int64(2**31), "2147483648", "int32"),
     "Python int": (2**40, "1099511627776", "int32"),
     "huge Python int": (2**70, str(2**70), "int32"),
+    "float64": (np.array([0.5, -1e300]), "-1e[+]300", "float32"),
+    "float64 beside infinity": (np.array([np.inf, -1e39]), "-1e[+]39", "float32"),
+    "Python float": (1e300, "1e[+]300", "float32"),
 }
 WITHIN = [
     np.array([2**31 - 1, -(2**31)]),
@@ -54,7 +57,7 @@ def steps():
 
 @pytest.mark.parametrize("name", ["call", "micro", "eval_step", "mesh", "place", "place_batch"])
 @pytest.mark.parametrize("kind", BEYOND)
-def test_integers_that_jax_would_wrap_are_refused(steps, name, kind):
+def test_numbers_that_jax_would_replace_are_refused(steps, name, kind):
     value, shown, dtype = BEYOND[kind]
     with pytest.raises(jt.UserError, match=rf"the batch holds {shown} at id, which {dtype} cannot hold: use smaller"):
         steps[name](batch_with(id=value))
@@ -71,6 +74,32 @@ def test_integers_of_32_bits_are_passed_on():
     for value in WITHIN:
         _, metrics = step(step.init({"w": jnp.ones(4)}), batch_with(id=value))
         assert float(metrics["id"]) == float(np.sum(np.asarray(value).astype(np.int64) % 7))
+
+
+def test_infinity_and_rounding_are_passed_on(steps):
+    for value in (np.array([np.inf, -np.inf]), np.array([0.1, np.nan]), np.finfo(np.float32).max.astype(float)):
+        steps["place"](batch_with(value=value))
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.array([1, 2], "timedelta64[s]"), r"arrays of numbers, got a timedelta64\[s\] array at id"),
+        (
+            np.ma.masked_array(np.ones(2, np.float32), [0, 1]),
+            r"the array id of the batch is masked: pass x\.filled\(0\)",
+        ),
+    ],
+)
+def test_arrays_that_are_no_plain_numbers_are_refused(steps, array, message):
+    with pytest.raises(jt.UserError, match=message):
+        steps["call"](batch_with(id=array))
+
+
+def test_a_batch_without_rows_is_refused():
+    step = jt.train_step(loss_fn, optax.sgd(0.1))
+    with pytest.raises(jt.UserError, match="the arrays of the batch have no rows: leave such batches out"):
+        step(step.init({"w": jnp.ones(4)}), {"x": np.ones((0, 4), np.float32)})
 
 
 def test_integers_among_the_parameters_are_kept_or_refused():
@@ -152,10 +181,14 @@ def test_a_loss_for_every_pair_of_rows_is_warned_of():
         build(lambda prediction, y: (prediction - y) ** 2)
     with pytest.warns(UserWarning, match=pairs):
         build(lambda prediction, y: jnp.abs(prediction - y), lambda losses: jt.Loss(losses.sum(), losses.shape[0]))
+    with pytest.warns(UserWarning, match=r"multiply of shapes \(8,\) \(8, 1\) in loss_fn"):
+        build(lambda prediction, y: optax.sigmoid_binary_cross_entropy(prediction, y))
     # These do not warn, as pytest's settings make warnings errors.
     build(lambda prediction, y: (prediction[:, 0] - y) ** 2)
     build(lambda prediction, y: (prediction - y[:, None]) ** 2)
     build(lambda prediction, y: (prediction - y[None, :]) ** 2)
+    build(lambda prediction, y: optax.sigmoid_binary_cross_entropy(prediction[:, 0], y))
+    build(lambda prediction, y: prediction * y[None, :])
 
 
 def test_an_array_that_is_donated_and_read_is_named():

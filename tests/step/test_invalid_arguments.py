@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from flax import nnx
 
 import jaxtrain as jt
 from tests.step.regression import BATCH32, INPUTS
@@ -118,6 +119,25 @@ def test_a_torch_optimizer_is_refused():
 def test_an_optimizer_factory_is_refused():
     with pytest.raises(jt.UserError, match=r"got function: call it, as in adamw\(1e-3\)"):
         jt.train_step(linear_loss, optax.adamw)
+
+
+def test_a_schedule_or_a_class_in_place_of_an_optimizer_is_refused():
+    with pytest.raises(jt.UserError, match=r"got a schedule: give it to an optimizer, as in .*adamw\(schedule\)"):
+        jt.train_step(linear_loss, optax.cosine_decay_schedule(0.1, 10))
+    with pytest.raises(jt.UserError, match="got the class Optimizer: use one of jaxtrain"):
+        jt.train_step(linear_loss, nnx.Optimizer)
+
+
+def test_a_loss_of_counts_is_refused():
+    step = jt.train_step(lambda params, batch, rng: (jt.Loss.of((batch > params).astype(int)), {}), optax.sgd(0.1))
+    with pytest.raises(jt.UserError, match="must return a floating-point total, got a sum of integers, which has no"):
+        step(step.init(jnp.ones(4)), jnp.ones(4))
+
+
+def test_an_error_within_optax_is_named():
+    step = jt.train_step(lambda params, batch, rng: (jt.Loss.of(batch * params["b"]), {}), optax.sm3(0.1))
+    with pytest.raises(jt.UserError, match=r"the optimizer's (init|update) fails"):
+        step(step.init({"b": jnp.ones(())}), jnp.ones(4))
 
 
 def test_a_donated_state_used_again_is_refused():

@@ -672,6 +672,29 @@ def test_labels_out_of_range_and_nan_in_the_first_batch_are_warned_of_once(batch
     assert re.match(message, text)
 
 
+@pytest.mark.parametrize(
+    ("make_loss", "is_warned_of"),
+    [
+        (lambda found, labels: jt.Loss.of(found), True),
+        (lambda found, labels: jt.Loss(found.sum(), 3), True),
+        (lambda found, labels: jt.Loss.of(found, labels != -100), False),
+        (lambda found, labels: jt.Loss(found.sum(), losses.label_weights(labels).sum()), False),
+    ],
+)
+def test_ignored_labels_that_are_counted_are_warned_of(make_loss, is_warned_of):
+    def classify(params, batch, rng):
+        found = losses.cross_entropy(batch["x"] * params["w"][None], batch["label"])
+        return make_loss(found, batch["label"]), {}
+
+    batch = {"x": np.ones((3, 4), np.float32), "label": np.array([1, -100, 2]), "offset": np.array([-100, -3, 5])}
+    step = build(classify)
+    found = warnings_of(lambda: step(step.init(PARAMS), batch))
+    message = (
+        r"the weight of the loss counts labels of -100 at label, which are no part of PyTorch's mean: use Loss\.of"
+    )
+    assert [bool(re.match(message, text)) for text in found] == [True] * is_warned_of
+
+
 @pytest.fixture
 def _no_earlier_steps(monkeypatch):
     monkeypatch.setattr(rebuilding, "_recent", {})

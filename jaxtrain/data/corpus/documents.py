@@ -10,15 +10,17 @@ from numpy.typing import NDArray
 
 from jaxtrain.data.corpus.manifest import is_corpus
 from jaxtrain.data.corpus.tokens import Split
-from jaxtrain.data.documents import TextRange, split_ranges
+from jaxtrain.data.documents import TextRange, encode_range, split_ranges
 from jaxtrain.data.files import files_under
 from jaxtrain.data.json_rows import JSON_SUFFIXES, json_rows
 from jaxtrain.data.rows import split_source
 from jaxtrain.data.source import Source
+from jaxtrain.data.splits import files_of_splits, names_except
 from jaxtrain.data.tables import is_table, split_table
 from jaxtrain.data.token_cache import file_identity
 from jaxtrain.data.tokens import Tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.records import report_unread
 
 
 class Documents(Protocol):
@@ -53,8 +55,7 @@ class TextDocuments:
 
     def encode(self, index: int, texts: Tokenizer) -> NDArray[np.integer[Any]]:
         """Return the tokens of a file."""
-        file, start, stop = self.ranges[index]
-        return texts.encode_file(file.read_bytes()[start:stop])
+        return encode_range(self.ranges[index], texts)
 
     def pieces(self, size: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of files, each of `size` bytes or a little more."""
@@ -118,7 +119,11 @@ def corpus_parts(path: Path, column: str, validation_fraction: float) -> list[Co
     if is_table(path):
         train, validation = split_table(path, [column], validation_fraction)
     elif all(file.suffix in JSON_SUFFIXES for file in files):
-        train, validation = split_source(json_rows(files), validation_fraction)
+        if named := files_of_splits(files, path):
+            report_unread(path, names_except(files, [*named[0], *named[1]], path), what="files")
+            train, validation = json_rows(named[0]), json_rows(named[1])
+        else:
+            train, validation = split_source(json_rows(files), validation_fraction)
     else:
         ranges = split_ranges(path, validation_fraction)
         return [CorpusPart("train", TextDocuments(ranges[0])), CorpusPart("validation", TextDocuments(ranges[1]))]

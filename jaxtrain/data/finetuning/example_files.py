@@ -15,8 +15,9 @@ from jaxtrain.data.finetuning.examples import parse_example
 from jaxtrain.data.holdout import random_split
 from jaxtrain.data.json_rows import JSON_SUFFIXES, json_rows
 from jaxtrain.data.source import Example
+from jaxtrain.data.splits import files_of_splits, names_except
 from jaxtrain.data.table_rows import ARROW_SUFFIXES
-from jaxtrain.data.tables import VALIDATION_SPLITS, is_table, saved_splits, table
+from jaxtrain.data.tables import is_table, opened_table, saved_splits, table, table_splits
 from jaxtrain.data.token_cache import file_identity
 from jaxtrain.errors import UserError
 from jaxtrain.records import report_unread
@@ -91,7 +92,8 @@ def read_examples(path: str | os.PathLike[str], parse: Parse = parse_example) ->
       The examples; their kind is that of the first.
 
     Raises:
-      UserError: There is no such file, or its first example is malformed; on access, if the example is.
+      UserError: There is no such file, there are several splits, or the first example is malformed; on access, if the
+        example is.
 
     Example:
       >>> import tempfile
@@ -108,6 +110,8 @@ def read_examples(path: str | os.PathLike[str], parse: Parse = parse_example) ->
     if is_table(root):
         return _open(table(root, nested=True), [root] if root.is_file() else files_under(root), parse)
     files = _json_files(root)
+    if files_of_splits(files, root):
+        raise UserError(f"{root} has several splits: use one of its files or sub-folders")
     return _open(json_rows(files), files, parse)
 
 
@@ -116,9 +120,9 @@ def split_examples(
 ) -> tuple[ExampleFiles, ExampleFiles]:
     """Open examples as (train, validation).
 
-    The splits are those of a saved dataset, or the files `train` and `validation` (or `valid`, `val`, `dev`, `eval`,
-    `test`) of a folder of JSON files; otherwise examples are held out at random, the same for equal numbers of
-    examples.
+    The splits are those of a saved dataset, or of a folder in which files or sub-folders are named `train` and
+    `validation` (or `valid`, `val`, `dev`, `eval`, `test`), such as `train-00000-of-00002.parquet`; otherwise examples
+    are held out at random, the same for equal numbers of examples.
 
     Args:
       path: As for `read_examples`.
@@ -129,28 +133,38 @@ def split_examples(
       UserError: As `read_examples`; or there are too few examples to split.
     """
     root = Path(path)
-    splits = saved_splits(root)
-    if splits is None and root.is_dir() and not is_table(root):
-        by_name = {file.stem.lower(): file for file in _json_files(root)}
-        held_out = next((name for name in VALIDATION_SPLITS if name in by_name), None)
-        if held_out and "train" in by_name:
-            splits = by_name["train"], by_name[held_out]
-            report_unread(root, [file.name for file in by_name.values() if file not in splits], what="files")
-    if splits is not None:
-        train, validation = (read_examples(split, parse) for split in splits)
+    if saved := saved_splits(root):
+        train, validation = (read_examples(split, parse) for split in saved)
+        return train, validation
+    if root.is_dir() and (named := table_splits(root) if is_table(root) else _json_splits(root)):
+        train, validation = (_open(_rows(files), files, parse) for files in named)
         return train, validation
     examples = read_examples(root, parse)
     train_rows, validation_rows = random_split(len(examples), validation_fraction)
     return replace(examples, indices=train_rows), replace(examples, indices=validation_rows)
 
 
+def _json_splits(root: Path) -> tuple[list[Path], list[Path]] | None:
+    files = _json_files(root)
+    splits = files_of_splits(files, root)
+    if splits is not None:
+        report_unread(root, names_except(files, [*splits[0], *splits[1]], root), what="files")
+    return splits
+
+
 def _json_files(root: Path) -> list[Path]:
+    """Return the JSON files of a path, and name the other files of a folder."""
     files = [root] if root.is_file() else files_under(root)
     found = [file for file in files if file.suffix.lower() in JSON_SUFFIXES]
     if not found:
         formats = ", ".join((*JSON_SUFFIXES, ".parquet", *ARROW_SUFFIXES))
         raise UserError(f"{root} has no examples: use {formats}, a folder of these, or a dataset saved by datasets")
+    report_unread(root, names_except(files, found, root), what="files")
     return found
+
+
+def _rows(files: Sequence[Path]) -> Any:
+    return json_rows(files) if files[0].suffix.lower() in JSON_SUFFIXES else opened_table(files, nested=True)
 
 
 def _open(rows: Any, files: Sequence[Path], parse: Parse) -> ExampleFiles:

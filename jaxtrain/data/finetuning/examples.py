@@ -49,6 +49,7 @@ _ROLES = {
     "observation": "tool",
 }
 _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
+_SHAREGPT = {"from": "role", "value": "content"}
 _SYSTEM = ("system", "system_prompt")
 _IN_LOSS = ("weight", "train", "training", "loss")  # of OpenAI and Mistral, of Axolotl, and of ms-swift
 
@@ -310,19 +311,21 @@ def _text(value: Any, name: str, where: str) -> str:
 
 def _messages(value: Any, name: str, where: str) -> Messages:
     if not isinstance(value, list) or not value:
-        what = "empty" if value == [] else _kind(value)
+        what = "empty" if isinstance(value, list) else _kind(value)
         raise UserError(f"{where}: {name} is {what}: {_FORM}")
-    return tuple(_message(item, f"{where}: message {number}") for number, item in enumerate(value, 1))
+    of = "" if name in _CONVERSATIONS else f" of {name}"
+    return tuple(_message(item, f"{where}: message {number}{of}") for number, item in enumerate(value, 1))
 
 
 def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict):
         raise UserError(f"{where} is {_kind(value)}: {_FORM}")
     message = {name: _json(item, name, where) for name, item in value.items() if item is not None}
-    if "from" in message and "role" not in message:
-        message["role"] = message.pop("from")
-        if "value" in message:
-            message["content"] = message.pop("value")
+    for theirs, name in _SHAREGPT.items():
+        if theirs in message and message.get(name, message[theirs]) != message[theirs]:
+            raise UserError(f"{where} has both {name} and {theirs}, which differ: keep one")
+    if "from" in message or "role" not in message:
+        message |= {name: message.pop(theirs) for theirs, name in _SHAREGPT.items() if theirs in message}
     if not isinstance(message.get("role"), str):
         raise UserError(f"{where} has no role: {_FORM}")
     name = message["role"].strip().lower()
@@ -391,4 +394,4 @@ def _json(value: Any, name: str, where: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    return "missing" if value is None else f"of type {type(value).__name__}"
+    return "missing" if value is None else f"of type {'dict' if isinstance(value, dict) else type(value).__name__}"

@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxtrain.data.finetuning import (
@@ -244,6 +245,33 @@ def test_fields_that_change_what_is_learned_are_refused(row: dict[str, Any], nam
 def test_fields_of_messages_that_change_what_is_learned_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=f"^w: {message}"):
         parse_example({"messages": [{**ANSWER, **fields}]}, "w")
+
+
+@pytest.mark.parametrize(
+    ("message", "same"),
+    [
+        ({"from": "gpt", "value": "a", "content": "b"}, {"from": "gpt", "value": "assistant", "content": "assistant"}),
+        (
+            {"from": "human", "role": "assistant", "content": "a"},
+            {"from": "gpt", "role": "gpt", "content": "assistant"},
+        ),
+    ],
+)
+def test_names_of_both_formats_in_a_message_agree(message: dict[str, Any], same: dict[str, Any]) -> None:
+    with pytest.raises(
+        UserError, match=r"^w: message 1 has both (content and value|role and from), which differ: keep"
+    ):
+        parse_example({"messages": [message]}, "w")
+    assert parse_example({"messages": [same]}, "w") == parse_example({"messages": [ANSWER]}, "w")
+
+
+def test_the_field_of_a_malformed_message_is_named() -> None:
+    with pytest.raises(UserError, match=r"^w: chosen is of type dict, neither text nor messages"):
+        parse_example({"prompt": "q", "chosen": ANSWER, "rejected": ANSWER}, "w")
+    with pytest.raises(UserError, match=r"^w: message 2 of rejected is of type str"):
+        parse_example({"prompt": "q", "chosen": [ANSWER], "rejected": [ANSWER, "b"]}, "w")
+    with pytest.raises(UserError, match=r"^w: messages is of type ndarray"):
+        parse_example({"messages": np.array([USER, ANSWER])}, "w")
 
 
 def test_fields_that_are_not_read_are_listed() -> None:
