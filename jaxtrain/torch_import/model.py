@@ -417,7 +417,9 @@ def from_torch(
         _check_arguments(module, example_batch)
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     frozen = frozenset(name for name, param in module.named_parameters() if not param.requires_grad)
-    return ImportedModel(structure_of(module), tensors, frozen, example_batch, call or _call, ops or {}, unroll, original)
+    return ImportedModel(
+        structure_of(module), tensors, frozen, example_batch, call or _call, ops or {}, unroll, original
+    )
 
 
 def _itself(module: "torch.nn.Module") -> "torch.nn.Module":
