@@ -161,7 +161,7 @@ NUMBERS = [
     Statement("{v} = {x} * ({i}.to(torch.int32) * 70000 % 97)[:, None] / 97"),
     Statement("{v} = {x} + (({i}[:, None] << 40) >> 38) * 0.01"),
     Statement("{v} = torch.view_as_real(torch.polar({x}.abs(), {y})).sum(-1)"),
-    Statement("{v} = ({x} * self.z{n}).abs()", "self.z{n} = nn.Parameter(torch.randn(3, dtype=torch.complex64))"),
+    Statement("{v} = ({x} * self.z{n}).abs()", "self.z{n} = nn.Parameter(torch.view_as_complex(torch.randn(3, 2)))"),
 ]
 RANDOM = [
     Statement("{v} = self.drop{n}({x})", "self.drop{n} = nn.Dropout(0.5)"),

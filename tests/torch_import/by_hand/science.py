@@ -22,7 +22,7 @@ class SpectralConv1d(nn.Module):
     def __init__(self, channels: int = 4, modes: int = 3) -> None:
         super().__init__()
         self.modes = modes
-        self.weights = nn.Parameter(torch.rand(channels, channels, modes, dtype=torch.cfloat) / channels**2)
+        self.weights = nn.Parameter(torch.view_as_complex(torch.rand(channels, channels, modes, 2)) / channels**2)
 
     def forward(self, x: Tensor) -> Tensor:
         ft = torch.fft.rfft(x)

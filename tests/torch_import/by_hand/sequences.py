@@ -193,7 +193,7 @@ class Acoustic(nn.Module):
 
 @style
 def ctc_acoustic_model() -> Made:
-    labels = np.array([[1, 2, 2], [4, 3, 0]])
+    labels = np.array([[1, 2, 2], [4, 3, 1]])
     lengths = {"input_lengths": np.array([8, 7]), "label_lengths": np.array([3, 2])}
     return Acoustic(), {"x": SERIES, "labels": labels, **lengths}
 
