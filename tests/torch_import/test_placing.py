@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 
@@ -48,6 +49,8 @@ KINDS: dict[str, Callable[[Net], Any]] = {
     "row": lambda net: net.fc.weight.data[1],
     "row_with_gradient": lambda net: net.fc.weight[1],
     "transposed": lambda net: net.fc.weight.t(),
+    "column": lambda net: net.fc.weight[::2, 1],
+    "block": lambda net: net.fc.weight.data[1:, :2].t(),
     "flat": lambda net: net.fc.weight.data.view(-1),
     "part": lambda net: net.norm,
     "method": lambda net: net.norm.forward,
@@ -59,7 +62,7 @@ KINDS: dict[str, Callable[[Net], Any]] = {
 def use(x: torch.Tensor, held: Any) -> torch.Tensor:
     if not isinstance(held, torch.Tensor):
         return held(x)
-    return x @ held if held.ndim == 2 else x * held.sum() + torch.sin(x) * held.mean()
+    return x @ held if held.shape == (3, 3) else x * held.sum() + torch.sin(x) * held.mean()
 
 
 class Holder:
@@ -396,6 +399,28 @@ def test_the_original_is_not_called_or_changed() -> None:
     assert all(torch.equal(x, before[name]) for name, x in net.state_dict().items())
 
 
+def test_a_part_under_two_names() -> None:
+    norm = nn.BatchNorm1d(3).double()
+    module = Function(lambda m, x: m.second(x * m.w), first=norm, second=nn.Sequential(norm))
+    differences, model = compared(module, batch_of(4, 3))
+    assert max(differences) < 1e-13
+    assert sorted(model.state or ()) == [f"first.{name}" for name in sorted(dict(norm.named_buffers()))]
+
+
+def test_writes_through_aliases() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.tail.add_(x.mean(0)[1:].detach())
+        m.middle.mul_(2)
+        return x * m.w + m.total
+
+    module = Function(forward)
+    module.register_buffer("total", torch.ones(3, dtype=torch.float64))
+    module.tail, module.middle = module.total[1:], module.total[1]
+    differences, model = compared(module, batch_of(4, 3))
+    assert max(differences) < 1e-13
+    assert [*(model.state or ())] == ["total"]
+
+
 def test_hidden_parameters_are_constants_without_a_gradient() -> None:
     module = Function(lambda m, x: x * m.w + m.teacher[0](x) + m.without(x))
     module.teacher = [nn.Linear(3, 3).double().requires_grad_(False)]
@@ -408,6 +433,7 @@ ITEMS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "divided": lambda m, x: m.w * x / x.abs().max().item(),
     "arithmetic": lambda m, x: m.w * x * (1.0 / (x.std().item() + 1e-3)) + (m.w.sum().item() - 2) ** 2,
     "count": lambda m, x: x * m.w * (x > 0).sum().item() + (x < 0).sum().item(),
+    "slope": lambda m, x: F.leaky_relu(x * m.w, x.abs().mean().item()) * (x < 9).all().item(),
     "added": lambda m, x: torch.add(x * m.w, x.min().item(), alpha=2),
 }
 

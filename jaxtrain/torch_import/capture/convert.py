@@ -21,6 +21,9 @@ from jaxtrain.torch_import.refusals import refusal, source_line
 _DROPPED = frozenset({"device", "layout", "memory_format", "pin_memory", "generator", "non_blocking", "copy"})
 """Keyword arguments without a meaning in JAX."""
 
+_NUMBERS = {torch.SymInt: "int64", torch.SymFloat: "float64", torch.SymBool: "bool"}
+"""Dtypes of the values of tensors as Python numbers, which an operation may take."""
+
 
 class Leaf(NamedTuple):
     """A tensor of the module's result, by its place among them."""
@@ -40,7 +43,7 @@ def converted(
     Args:
       exported: The program.
       result: Structure that its flat outputs fill, with `Leaf` for each.
-      aliases: First name of each parameter, by each of its names.
+      aliases: First name of each parameter and buffer, by each of its names.
       known: Operations that have a function.
       functions: Keyword arguments of each `CUSTOM` node, by its number.
 
@@ -54,7 +57,7 @@ def converted(
         if node.op == "call_function"
     ]
     nodes, values = unmarked(given)
-    state, outputs = mapped(_results(exported), lambda ref: Ref(values.get(ref.name, ref.name)))
+    state, outputs = mapped(_results(exported, aliases), lambda ref: Ref(values.get(ref.name, ref.name)))
     return Captured(Graph(inputs, tuple(nodes), _filled(result, outputs), state), constants, origins_of(exported))
 
 
@@ -73,14 +76,16 @@ def _inputs(
         elif kind == "PARAMETER":
             role, target = "param", aliases[target]
         else:
-            role = "state" if spec.target in mutated else "constant"
+            role, target = "state" if spec.target in mutated else "constant", aliases.get(target, target)
         if kind == "CONSTANT_TENSOR":
             constants[target] = tensor_to_numpy(exported.constants[spec.target])
         inputs.append(Input(name, role, target, spec_of(values[name].meta["val"], values[name])))
     return tuple(inputs), constants
 
 
-def _results(exported: torch.export.ExportedProgram) -> tuple[dict[str, Any], tuple[Any, ...]]:
+def _results(
+    exported: torch.export.ExportedProgram, aliases: Mapping[str, str]
+) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """Return the new values of the buffers that change, and the flat outputs."""
     node = exported.graph_module.graph.output_node()
     state, outputs = {}, []
@@ -92,7 +97,8 @@ def _results(exported: torch.export.ExportedProgram) -> tuple[dict[str, Any], tu
                     "leave the checkpoint out, as train_step(remat=…) has it",
                     source_of(value),
                 )
-            state[_own_name(spec.target)] = _argument(value, node)
+            name = _own_name(spec.target)
+            state[aliases.get(name, name)] = _argument(value, node)
         elif spec.kind.name == "USER_OUTPUT":
             outputs.append(_argument(value, node))
         else:
@@ -196,8 +202,8 @@ def _argument(value: Any, node: torch.fx.Node) -> Any:
 def _specs(value: Any, node: torch.fx.Node) -> Any:
     if isinstance(value, tuple | list):
         return tuple(_specs(item, node) for item in value)
-    if isinstance(value, torch.SymInt):
-        return Spec((), "int64")  # a tensor's value, which only an operation takes
+    if type(value) in _NUMBERS:
+        return Spec((), _NUMBERS[type(value)])
     return spec_of(value, node) if isinstance(value, torch.Tensor) else None
 
 

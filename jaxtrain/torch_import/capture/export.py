@@ -87,7 +87,8 @@ def capture(
             program = _program(module, given)
             exported = _decomposed(program, known)
         functions, origins = _custom_functions(exported, calls, module.placing, structure, known)
-        captured = converted(exported, result, structure.aliases, known, functions)
+        aliases = {**structure.aliases, **structure.buffers}
+        captured = converted(exported, result, aliases, known, functions)
         for name in captured.graph.state.keys() & structure.shared.keys():
             raise refusal(f"buffers {name!r} and {structure.shared[name]!r} share memory and change", "clone one")
         if beside is not None:
@@ -137,11 +138,23 @@ def _program(module: torch.nn.Module, leaves: tuple[torch.Tensor, ...]) -> torch
     exported = torch.export.export(module, leaves, strict=False)
     detach_regions_without_gradient(exported)
     without_marks_of_changed(exported)
+    _remove_unused_buffers(exported)
     return exported
 
 
+def _remove_unused_buffers(exported: torch.export.ExportedProgram) -> None:
+    """Remove the inputs of buffers that nothing reads: of a part with two names, one input for each buffer is left."""
+    graph, specs = exported.graph_module.graph, exported.graph_signature.input_specs
+    for node in graph.find_nodes(op="placeholder"):
+        (spec,) = (spec for spec in specs if spec.arg.name == node.name)
+        if spec.kind.name == "BUFFER" and not node.users:
+            graph.erase_node(node)
+            specs.remove(spec)
+    exported.graph_module.recompile()
+
+
 def _decomposed(program: torch.export.ExportedProgram, known: Collection[str]) -> torch.export.ExportedProgram:
-    """Return the program of the operations that are known."""
+    """Return the program of the operations that are known, none of which is in place."""
     try:
         return program.run_decompositions(_decompositions(known))
     except RuntimeError as error:

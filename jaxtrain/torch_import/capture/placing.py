@@ -5,9 +5,10 @@ its closure, a default, a partial or an alias, holds another object: its value w
 """
 
 import contextlib
+import itertools
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +45,13 @@ class Placing(TorchFunctionMode):
         self._tensors = own_tensors(copied.module)
         self._names = {id(x): name for name, x in self._tensors.items()}
         memory = Memory(self._tensors)
-        self._dependent = {id(x): (x, memory.owner(x)) for x in copied.held}
+        self._dependent = {id(x): x for x in copied.held}
+        # Before tracing, which would record what is done with them.
+        self._views = {
+            key: (name, _view_of(self._tensors[name], x))
+            for key, x in self._dependent.items()
+            if (name := memory.owner(x)) is not None and not (x.is_leaf and x.requires_grad)
+        }
         self._originals = {key: x for key, ref in originals.items() if (x := ref()) is not None}
         self._theirs = Memory({str(key): x for key, x in self._originals.items() if isinstance(x, torch.Tensor)})
         self._inputs: dict[str, torch.Tensor] = {}
@@ -104,12 +111,10 @@ class Placing(TorchFunctionMode):
         name = self._names.get(id(x))
         if name is not None:
             return self._input(name)
-        if id(x) in self._dependent:
-            _, name = self._dependent[id(x)]
-            if name is not None and not (x.is_leaf and x.requires_grad):
-                return _view(self._input(name), self._tensors[name], x)
-            unplaced.append(x)
-        elif self._is_hidden(x):
+        if id(x) in self._views:
+            name, view = self._views[id(x)]
+            return view(self._input(name) if x.requires_grad else self._input(name).detach())
+        if id(x) in self._dependent or self._is_hidden(x):
             unplaced.append(x)
         return x
 
@@ -153,16 +158,43 @@ class _UnknownMode:
         raise refusal(f"the mode of the module is read by {_ASIDE}", "read it as an attribute of self", _line())
 
 
-def _view(x: torch.Tensor, base: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """Return the elements of x that a view has of a tensor with the same strides."""
-    x = x if held.requires_grad else x.detach()
-    axes = [*zip(base.shape, base.stride(), strict=True)]
-    wanted = [*zip(held.shape, held.stride(), strict=True)]
+def _view_of(base: torch.Tensor, held: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function that takes the elements of `held` from a tensor with the strides of `base`, as views do."""
+    axes, wanted = _axes(base), _axes(held)
+    offset = held.storage_offset() - base.storage_offset()
     if wanted == axes:
-        return x
+        return lambda x: x
     if sorted(wanted) == sorted(axes) and len({*axes}) == len(axes):
-        return x.permute([axes.index(axis) for axis in wanted])
-    return x.as_strided(held.shape, held.stride(), held.storage_offset() - base.storage_offset())
+        order = [axes.index(axis) for axis in wanted]
+        return lambda x: x.permute(order)
+    index = _index(axes, wanted, offset)
+    if index is not None:
+        return lambda x: x[index]
+    return lambda x: x.as_strided(held.shape, held.stride(), offset)
+
+
+def _axes(x: torch.Tensor) -> list[tuple[int, int]]:
+    return [*zip(x.shape, x.stride(), strict=True)]
+
+
+def _index(
+    axes: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]], offset: int
+) -> tuple[int | slice, ...] | None:
+    """Return the numbers and slices by which axes of (length, stride) become others; None for none."""
+    starts = dict.fromkeys(range(len(axes)), 0)
+    for axis in sorted(starts, key=lambda axis: -axes[axis][1]):
+        starts[axis], offset = divmod(offset, max(axes[axis][1], 1))
+    for kept in itertools.combinations(starts, len(wanted)):
+        index: list[int | slice] = [*starts.values()]
+        for axis, (n, stride) in zip(kept, wanted, strict=True):
+            step, rest = divmod(stride, max(axes[axis][1], 1)) if n > 1 else (1, 0)
+            stop = starts[axis] + (n - 1) * step + 1
+            if rest or step < 1 or stop > axes[axis][0]:
+                break
+            index[axis] = slice(starts[axis], stop, step)
+        else:
+            return None if offset else tuple(index)
+    return None
 
 
 def _has_tensor(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """A module without its weights, to be captured for any shapes and dtypes."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,7 @@ class Structure(NamedTuple):
       module: A copy whose parameters and buffers are fake tensors.
       mode: The mode they belong to.
       aliases: First name of each parameter, by each of its names: tied weights have several.
+      buffers: First name of each buffer, by each of its names.
       originals: Parts and tensors of the module that was imported, which the copy must not read.
       shared: Buffers that share memory with another, by name.
       own: Returns the module itself, while it exists.
@@ -34,6 +35,7 @@ class Structure(NamedTuple):
     module: torch.nn.Module
     mode: FakeTensorMode
     aliases: dict[str, str]
+    buffers: dict[str, str]
     originals: Originals
     shared: dict[str, str]
     own: Callable[[], torch.nn.Module | None]
@@ -58,10 +60,14 @@ def structure_of(module: torch.nn.Module) -> Structure:
         raise
     except Exception as error:
         raise UserError(f"{type(module).__name__} cannot be copied: {first_line(error)}") from error
+    aliases = _first_names(module.named_parameters(remove_duplicate=False))
+    buffers = _first_names(module.named_buffers(remove_duplicate=False))
+    return Structure(copy.module, mode, aliases, buffers, originals_of(module), shared, weakref.ref(module))
+
+
+def _first_names(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     first: dict[int, str] = {}
-    names = module.named_parameters(remove_duplicate=False)
-    aliases = {name: first.setdefault(id(param), name) for name, param in names}
-    return Structure(copy.module, mode, aliases, originals_of(module), shared, weakref.ref(module))
+    return {name: first.setdefault(id(x), name) for name, x in named}
 
 
 def _copy_of(module: torch.nn.Module, mode: FakeTensorMode, dtype: str | None = None) -> Copy:
