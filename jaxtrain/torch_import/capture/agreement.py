@@ -95,6 +95,7 @@ class Comparison(NamedTuple):
       reached: What the module reaches, which is left as it was.
       device: Where the module is.
       products: About how many products with parameters a pass computes.
+      constants: Tensors that the program reads besides parameters and buffers, with their values at the capture.
     """
 
     program: Program
@@ -105,6 +106,7 @@ class Comparison(NamedTuple):
     reached: Sequence[Any]
     device: torch.device
     products: float
+    constants: Mapping[str | None, Any]
 
     @contextlib.contextmanager
     def on(self, weights: bool, inputs: bool) -> Iterator[Sequence[torch.Tensor]]:
@@ -160,7 +162,7 @@ class Comparison(NamedTuple):
             elif kind == "USER_INPUT":
                 value = next(inputs)
             else:
-                value = exported.constants[spec.target]
+                value = self.constants[spec.target]
                 value = value.clone() if isinstance(value, torch.Tensor) else value
             given.append(value)
         torch.manual_seed(_SEED)
@@ -192,7 +194,11 @@ def refuse_disagreement(program: Program, beside: Beside, run: Run, train: bool)
     device = next((x.device for x in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     leaves = [x.to(device) for x in beside.leaves]
     products = _products(program.exported)
-    sides = Comparison(program, module, run, leaves, train, reached_by(module, beside.call), device, products)
+    constants = {
+        name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in program.exported.constants.items()
+    }
+    found = reached_by(module, beside.call)
+    sides = Comparison(program, module, run, leaves, train, found, device, products, constants)
     threads = 1 if products <= _LARGEST_ON_ONE_THREAD else torch.get_num_threads()
     with quiet(), torch.compiler.set_stance("force_eager"), torch.enable_grad(), _threads(threads):
         for values in _VALUES:
