@@ -40,6 +40,8 @@ _VALUES = ((True, True), (True, False), (False, False))
 """Whether parameters and inputs have other values. A module may reject some, and must take those of the example."""
 _LARGEST_BACKWARD = 1e10
 """Products of a forward pass up to which gradients are compared as well, which takes seconds of a CPU."""
+_LARGEST_ON_ONE_THREAD = 1e8
+"""Products of a forward pass up to which threads would wait for each other longer than they compute."""
 _ROUNDING = 32
 """How far the two may differ, in effects of one rounding of each operand: attention has other kernels while traced."""
 
@@ -92,6 +94,8 @@ class Comparison(NamedTuple):
       train: Whether the program is that of the training mode.
       reached: What the module reaches, which is left as it was.
       device: Where the module is.
+      products: About how many products with parameters a pass computes.
+      constants: Tensors that the program reads besides parameters and buffers, with their values at the capture.
     """
 
     program: Program
@@ -101,6 +105,8 @@ class Comparison(NamedTuple):
     train: bool
     reached: Sequence[Any]
     device: torch.device
+    products: float
+    constants: Mapping[str | None, Any]
 
     @contextlib.contextmanager
     def on(self, weights: bool, inputs: bool) -> Iterator[Sequence[torch.Tensor]]:
@@ -156,7 +162,7 @@ class Comparison(NamedTuple):
             elif kind == "USER_INPUT":
                 value = next(inputs)
             else:
-                value = exported.constants[spec.target]
+                value = self.constants[spec.target]
                 value = value.clone() if isinstance(value, torch.Tensor) else value
             given.append(value)
         torch.manual_seed(_SEED)
@@ -166,7 +172,7 @@ class Comparison(NamedTuple):
 
     def _trained(self, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the parameters whose gradients are compared."""
-        compared = self.train and _products(self.program.exported) <= _LARGEST_BACKWARD
+        compared = self.train and self.products <= _LARGEST_BACKWARD
         return {name: x for name, x in params.items() if x.requires_grad} if compared else {}
 
 
@@ -187,11 +193,28 @@ def refuse_disagreement(program: Program, beside: Beside, run: Run, train: bool)
         return
     device = next((x.device for x in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     leaves = [x.to(device) for x in beside.leaves]
-    sides = Comparison(program, module, run, leaves, train, reached_by(module, beside.call), device)
-    with quiet(), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+    products = _products(program.exported)
+    constants = {
+        name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in program.exported.constants.items()
+    }
+    found = reached_by(module, beside.call)
+    sides = Comparison(program, module, run, leaves, train, found, device, products, constants)
+    threads = 1 if products <= _LARGEST_ON_ONE_THREAD else torch.get_num_threads()
+    with quiet(), torch.compiler.set_stance("force_eager"), torch.enable_grad(), _threads(threads):
         for values in _VALUES:
             if _is_compared(sides, values):
                 return
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Compute on this many threads while entered."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _is_compared(sides: Comparison, values: tuple[bool, bool]) -> bool:

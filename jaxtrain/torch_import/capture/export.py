@@ -82,29 +82,29 @@ def capture(
         structure = _plain(call(module, leaves), tensors)
         return structure, tensors
 
-    def trace(module: _Forward, under_autocast: Calls | None, beside: Beside | None) -> Captured:
+    def trace(module: _Forward, under_autocast: Calls | None) -> tuple[Captured, Program]:
         with tracing() as traced, recorded_calls() as calls, marked(under_autocast):
             program = _program(module, given)
             exported = _decomposed(program, known)
         functions, origins = _custom_functions(exported, calls, module.placing, structure, known)
-        aliases = {**structure.aliases, **structure.buffers}
-        captured = converted(exported, result, aliases, known, functions)
+        captured = converted(exported, result, {**structure.aliases, **structure.buffers}, known, functions)
         for name in captured.graph.state.keys() & structure.shared.keys():
             raise refusal(f"buffers {name!r} and {structure.shared[name]!r} share memory and change", "clone one")
-        if beside is not None:
-            refuse_disagreement(Program(program, result, calls, traced.draws), beside, run, train)
-        return captured._replace(origins={**captured.origins, **origins})
+        captured = captured._replace(origins={**captured.origins, **origins})
+        return captured, Program(program, result, calls, traced.draws)
 
     def traced() -> Captured:
         # Other dtypes are those of a run without autocast.
         under_autocast = (
             calls_under_autocast(partial(_run, forward(), given, structure)) if dtype == "float32" else None
         )
-        captured = trace(forward(), under_autocast, beside)
+        captured, program = trace(forward(), under_autocast)
         if assigned:
             again = forward()
             call_again = partial(_run, again, given, structure)
-            refuse_state(captured, again.module, call_again, lambda: trace(again, under_autocast, None))
+            refuse_state(captured, again.module, call_again, lambda: trace(again, under_autocast)[0])
+        if beside is not None:
+            refuse_disagreement(program, beside, run, train)
         return captured
 
     given = _fakes(inputs, structure)

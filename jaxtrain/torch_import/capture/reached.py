@@ -88,7 +88,7 @@ class Generator:
 
     def __init__(self, numbers: Any) -> None:
         self.numbers = numbers
-        self._get, self._set, self._draw = next(rest for kind, *rest in _KINDS if isinstance(numbers, kind))
+        _, self._get, self._set, self._draw = next(x for x in _KINDS if isinstance(numbers, x[0]))
 
     @property
     def state(self) -> Any:
@@ -124,7 +124,7 @@ _KINDS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any], Calla
 """Classes, and the functions that read the state, set it and draw a number."""
 
 
-GLOBAL = (Generator(random._inst), Generator(np.random.mtrand._rand))  # type: ignore[attr-defined]
+GLOBAL = (Generator(random._inst), Generator(np.random.mtrand._rand))
 """The global random numbers of Python and NumPy."""
 
 

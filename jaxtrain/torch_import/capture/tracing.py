@@ -149,7 +149,7 @@ def _functions(numbers: Any) -> list[str]:
 
 
 _RANDOM: tuple[tuple[Any, str, list[str]], ...] = (
-    (random, "random", [name for name in _functions(random._inst) if hasattr(random, name)]),  # type: ignore[attr-defined]
+    (random, "random", [name for name in _functions(random._inst) if hasattr(random, name)]),
     (np.random, "numpy.random", [name for name in _functions(np.random.mtrand._rand) if hasattr(np.random, name)]),
     (np.random, "numpy.random", ["default_rng"]),
     (torch, "torch", ["manual_seed", "seed", "set_rng_state"]),
