@@ -22,7 +22,7 @@ from jaxtrain.paths import path_name
 from jaxtrain.run import Recipe, Task
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import loss_scale, optimizer_expression
-from jaxtrain.step import TrainState, applied_updates, dynamic_loss_scale, is_scaled, state_dict
+from jaxtrain.step import TrainState, applied_updates, dynamic_loss_scale, is_scaled, refuse_complex, state_dict
 
 
 def write_run(path: Path, run: RunFolder, recipe: Recipe, task: Task, names: NameTable, state: TrainState) -> None:
@@ -30,7 +30,9 @@ def write_run(path: Path, run: RunFolder, recipe: Recipe, task: Task, names: Nam
 
     Raises:
       RunFailed: The file holds different weights.
+      UserError: A parameter is complex.
     """
+    refuse_complex(state.params, "a checkpoint of PyTorch", "convert the parameters alone, by model.to_torch(params)")
     if run.torch.is_symlink() or run.torch.exists():
         open_file(run.torch).close()  # raises for a link
         metadata = read_metadata(run.torch)

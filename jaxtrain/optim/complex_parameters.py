@@ -28,7 +28,7 @@ def with_complex(
 
     def of_given(pairs: Any) -> Any:
         del pairs
-        return mask(given[-1])  # type: ignore[misc, operator]
+        return mask(given[-1])  # type: ignore[misc]
 
     optimizer = optax.with_extra_args_support(make(of_given if callable(mask) else mask))
 

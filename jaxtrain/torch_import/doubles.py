@@ -12,11 +12,15 @@ import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.graph import CUSTOM, DETACH, GETITEM, Dtype, Graph, Node, Spec, references
+from jaxtrain.torch_import.integer_ranges import is_view, names, packet_of
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.ops.int64 import FLOAT64, INT64, has_64_bits
 from jaxtrain.torch_import.refusals import refusal
 
 REMEDY = 'call jax.config.update("jax_enable_x64", True) before the import, or use float32, as module.float() does'
+
+_PROMOTING = names("cat concat concatenate stack where masked_fill copy index_put scatter")
+"""Operations that are not elementwise, or not called so, and that take several dtypes."""
 
 
 def with_float64(graph: Graph, ops: Collection[str]) -> Graph:
@@ -66,6 +70,26 @@ def refuse_float64_params(dtypes: Mapping[str, str]) -> None:
     for name, dtype in dtypes.items():
         if dtype in FLOAT64:
             raise UserError(f"parameter {name!r} is {dtype}, which JAX holds in 32 bits by default: {REMEDY}")
+
+
+def refuse_float64_inputs(graph: Graph) -> None:
+    """Raise `UserError` for the first operation that computes with inputs in float64, with which a graph was captured.
+
+    Of shapes alone PyTorch does not refuse products of float32 and float64. A module with one does not take float64.
+    """
+    specs: dict[str, Any] = {x.name: x.spec for x in (*graph.inputs, *graph.nodes)}
+    for node in graph.nodes:
+        read = [specs[name] for name in references((node.args, node.kwargs))]
+        dtypes = {x.dtype for x in read if isinstance(x, Spec)}
+        if node.promoted is None and packet_of(node) not in _PROMOTING and {"float32", "float64"} <= dtypes:
+            return
+    for node in graph.nodes:
+        if _is_wide(node.spec) and not is_view(node):
+            raise refusal(
+                "the example batch is float64, in which PyTorch computes this, and JAX in float32 by default",
+                'pass float32 arrays, or call jax.config.update("jax_enable_x64", True) before the import',
+                node.source,
+            )
 
 
 def refuse_rounded(params: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -312,15 +312,15 @@ def _check_values(graph: Graph, buffers: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_beyond_int32(batch: Any) -> None:
-    """Raise an error if a batch has integers that JAX would wrap."""
+def refuse_beyond_int32(tree: Any, what: str = "the batch") -> None:
+    """Raise an error if a batch, or another tree, has integers that JAX would wrap."""
     if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
         return
-    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(x, np.ndarray) and holds_int64(x):
             largest = x.flat[np.abs(x.astype(float)).argmax()]
             raise UserError(
-                f"the batch{jax.tree_util.keystr(path)} has the integer {largest}, beyond int32, JAX's widest by "
+                f"{what}{jax.tree_util.keystr(path)} has the integer {largest}, beyond int32, JAX's widest by "
                 "default: take a remainder or a difference in NumPy first"
             )
 

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.channels_last import with_channels_last
-from jaxtrain.torch_import.doubles import refuse_float64, refuse_float64_params, with_float64
+from jaxtrain.torch_import.doubles import refuse_float64, refuse_float64_inputs, refuse_float64_params, with_float64
 from jaxtrain.torch_import.elementwise import with_recomputed_formulas
 from jaxtrain.torch_import.function import GraphModel, Key, Params, refuse_beyond_int32
 from jaxtrain.torch_import.graph import Graph, Node, without_gradient
@@ -21,6 +22,7 @@ from jaxtrain.torch_import.insertion_order import check_leaves, in_order, order_
 from jaxtrain.torch_import.integers import with_int64
 from jaxtrain.torch_import.interpret import first_draw
 from jaxtrain.torch_import.masks import with_causal_attention
+from jaxtrain.torch_import.ops.int64 import FLOAT64, has_64_bits
 from jaxtrain.torch_import.refusals import refusal
 from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
 from jaxtrain.torch_import.saved import save
@@ -96,6 +98,7 @@ class ImportedModel(GraphModel):
         self._keys = tuple(self.example) if isinstance(example, Mapping) else None
         self._order = order_of(self.example)
         check_leaves(self.example)
+        given = [getattr(x, "dtype", None) for x in jax.tree.leaves(self.example)]
         self.example = in_order(jax.tree.map(as_array, self.example), self._order)
         refuse_beyond_int32(self.example)
         self._frozen_tensors = frozen
@@ -104,11 +107,13 @@ class ImportedModel(GraphModel):
         self._stacks: Stacks = {}
         self._buffers = {name: as_constant(x) for name, x in tensors.items() if name not in structure.aliases}
         params = {name: tensors[name] for name in structure.aliases.values()}
-        refuse_float64_params({name: dtype_name(x.dtype) for name, x in params.items()})
+        integers = {name: as_array(x) for name, x in params.items() if dtype_name(x.dtype) == "int64"}
+        refuse_beyond_int32(integers, "the parameter")
         shapes: Any = {name: shape_of(x) for name, x in params.items()}
         key = self._key(shapes, self.example, train=True)
         self._dtype, self._compared = key.dtype, set[bool]()
         plain = self._exported(key)
+        self._refuse_float64(key, given)
         self._frozen_tensors |= without_gradient(plain.graph)
         self._changed = frozenset(plain.graph.state)
         if not unroll:
@@ -119,6 +124,7 @@ class ImportedModel(GraphModel):
         state = as_arrays({name: tensors[name] for name in plain.graph.state}, members)
         self._buffers |= state
         self.state: Params | None = state or None
+        refuse_float64_params({name: dtype_name(x.dtype) for name, x in params.items()})
 
     @property
     def graph(self) -> Graph:
@@ -308,22 +314,8 @@ class ImportedModel(GraphModel):
         return self._captured[key]
 
     def _exported(self, key: Key) -> "Captured":
-        """Return the graph of a forward pass with the parameters of PyTorch."""
-        from jaxtrain.torch_import.capture import capture
-
-        def call(module: Any, tensors: Any) -> Any:
-            return self.call(module, in_order(jax.tree.unflatten(key.structure, tensors), self._order))
-
-        captured = capture(
-            self._structure,
-            call,
-            key.specs,
-            train=key.train,
-            dtype=key.dtype,
-            ops=frozenset(self._ops),
-            beside=self._beside(key),
-        )
-        self._compared |= {key.train} if key.dtype == self._dtype else set()
+        """Return the graph of a forward pass with the parameters of PyTorch, as JAX evaluates it."""
+        captured = self._traced(key)
         constants = {**self._buffers, **captured.constants}
         graph = with_grouped_queries(with_causal_attention(captured.graph, constants, self._ops), self._ops)
         graph = with_float64(with_int64(graph, constants, self._ops), self._ops)
@@ -341,6 +333,43 @@ class ImportedModel(GraphModel):
         if leaves is None or (module is None and self._has_no_weights):
             return None
         return Beside(module or self.to_torch(), self.call, leaves)
+
+    def _traced(self, key: Key) -> "Captured":
+        """Return the graph of a forward pass as PyTorch traces it."""
+        from jaxtrain.torch_import.capture import capture
+
+        captured = capture(
+            self._structure,
+            lambda module, tensors: self.call(module, self._batch_of(key, tensors)),
+            key.specs,
+            train=key.train,
+            dtype=key.dtype,
+            ops=frozenset(self._ops),
+            beside=self._beside(key),
+        )
+        self._compared |= {key.train} if key.dtype == self._dtype else set()
+        return captured
+
+    def _batch_of(self, key: Key, tensors: Sequence[Any]) -> Any:
+        """Return tensors as a batch in the order of the example."""
+        return in_order(jax.tree.unflatten(key.structure, tensors), self._order)
+
+    def _refuse_float64(self, key: Key, dtypes: Sequence[Any]) -> None:
+        """Refuse an example in float64 that PyTorch computes with in float64, which JAX would round.
+
+        Most modules of float32 do not take float64 in PyTorch: arrays of NumPy are then meant as float32.
+        """
+        wide = [str(dtype).rpartition(".")[2] in FLOAT64 for dtype in dtypes]
+        if has_64_bits() or not any(wide):
+            return
+        wider = {"float32": "float64", "complex64": "complex128"}
+        pairs = zip(key.specs, wide, strict=True)
+        specs = [replace(x, dtype=wider[x.dtype]) if is_wide else x for x, is_wide in pairs]
+        try:
+            captured = self._traced(key._replace(specs=tuple(specs)))
+        except UserError:
+            return
+        refuse_float64_inputs(captured.graph)
 
     def _finished(self, exported: "Captured") -> "Captured":
         """Return a graph that takes the stacked parameters, has channels last and computes cheap formulas again."""

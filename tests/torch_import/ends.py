@@ -41,6 +41,8 @@ FINITE_ONLY = (
 LEFT_OUT = (
     # XLA's approximations to 1e-9, and poles at which PyTorch's rounding is finite.
     *("polygamma", "special.polygamma", "mvlgamma", "igamma"),
+    # At -0 the gradient is -inf in PyTorch's vectorized loop, inf in its last elements; `test_ends` has the others.
+    "logit",
     # Conversions of negative and infinite numbers, which C leaves open.
     *("int", "long", "short", "char", "byte"),
 )

@@ -91,7 +91,8 @@ def expected_of(module: Programs) -> list[tuple[Tensor, np.ndarray]]:
 def differs(ours: Any, theirs: Tensor, bound: np.ndarray) -> bool:
     """Return whether results differ by more than float32's rounding and a bound."""
     wanted = theirs.detach().double().numpy()
-    return bool((np.abs(np.asarray(ours, np.float64) - wanted) > 5e-7 * np.abs(wanted) + 4 * bound).any())
+    bound = 5e-7 * np.abs(wanted) + 4 * bound + 1e-13 * np.abs(wanted).max()
+    return bool((np.abs(np.asarray(ours, np.float64) - wanted) > bound).any())
 
 
 RNG = np.random.default_rng(0)
@@ -171,16 +172,29 @@ def test_parameters_and_changing_buffers_of_float64_are_refused_by_name() -> Non
     for module, name in (
         (nn.Linear(3, 3).double(), "parameter 'weight' is float64"),
         (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double()), "parameter '1.weight' is float64"),
-        (
-            Function(lambda self, x: x * self.c.abs(), c=nn.ParameterList([torch.ones(3, dtype=torch.complex128)])),
-            "'w'",
-        ),
+        (Function(lambda self, x: x * self.w), "'w' is float64"),
         (Counting(), "buffer 'total' changes and is float64"),
     ):
         with pytest.raises(UserError, match=f"{name}.*{remedy}"):
             from_torch(module, x)
     unread = from_torch(with_buffer("unread", torch.full((3,), 1 / 3, dtype=torch.float64)), x)
     assert float(unread.to_torch().get_buffer("unread")[0]) == 1 / 3
+
+
+def test_examples_in_float64_are_those_that_pytorch_rounds_or_refuses_or_refused_by_line() -> None:
+    x = np.random.default_rng(0).standard_normal((2, 3))
+    for module in (nn.Linear(3, 3), Function(lambda self, x: x.reshape(3, 2).float() @ self.w[:2]).float()):
+        theirs = module(torch.tensor(x, dtype=torch.float32)).detach().numpy()
+        model = from_torch(module, x)
+        np.testing.assert_allclose(model(model.params, x)[0], theirs, atol=1e-6)
+    module = Function(lambda self, x: (1e8 + x - 1e8).float() * self.w).float()
+    for example in (x, torch.tensor(x)):
+        with pytest.raises(UserError, match=r"the example batch is float64.*\(.*test_doubles.py:\d+: .*float32 arrays"):
+            from_torch(module, example)
+    with jax.enable_x64(True):
+        model = from_torch(module, x)
+        theirs = module(torch.tensor(x)).detach().numpy()
+        np.testing.assert_allclose(model(model.params, x)[0], theirs, rtol=1e-6)
 
 
 def test_a_module_of_float64_trains_in_float64_alone() -> None:

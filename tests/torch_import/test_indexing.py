@@ -80,7 +80,7 @@ def test_a_mask_with_another_number_of_places_is_not_silent() -> None:
 
 
 def test_masks_beside_indices_are_refused() -> None:
-    module = Function(lambda self, x: written(x, (x[:, 0] > 0, torch.tensor([0])), 1.0))
+    module = Function(lambda self, x: written(x, (x[:, 0] > 0, torch.tensor([0])), 1.0)).float()
     model = from_torch(module, np.ones((4, 5), np.float32))
     with pytest.raises(UserError, match=r"a mask beside other indices.*test_indexing\.py"):
         model(model.params, np.ones((4, 5), np.float32))

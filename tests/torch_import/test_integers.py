@@ -15,6 +15,7 @@ import jaxtrain as jt
 from jaxtrain import UserError
 from jaxtrain.torch_import import from_torch, load_imported
 from jaxtrain.torch_import.source.emit import loaded
+from tests.torch_import.reference import Function
 
 Tensor = torch.Tensor
 LARGE = (3, 31, 1000003, 2654435761, 2**31, -(2**31) - 1, 2**40 + 7, 0x1E3779B97F4A7C15)
@@ -183,6 +184,10 @@ def test_what_cannot_hold_64_bits_is_refused() -> None:
         from_torch(Counted(2**40), ids)
     with pytest.raises(UserError, match=r"the batch\['input'\] has the integer 1700000000000, beyond int32"):
         from_torch(nn.Identity(), {"input": np.array([3, 1700000000000])})
+    hashed = Function(lambda self, x: x * self.table[0])
+    hashed.table = nn.ParameterList([nn.Parameter(torch.tensor([3, 2**40]), requires_grad=False)])
+    with pytest.raises(UserError, match=r"the parameter\['table.0'\] has the integer 1099511627776, beyond int32"):
+        from_torch(hashed.float(), ids[:2])
     model = from_torch(nn.Identity(), {"input": np.arange(2)})
     with pytest.raises(UserError, match="beyond int32"):
         model({}, {"input": np.array([0, -(2**33)])})

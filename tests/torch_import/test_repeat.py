@@ -133,8 +133,8 @@ def test_layers_that_repeat_otherwise_for_another_shape_are_a_loop(lengths: tupl
 def test_layers_that_differ_are_in_different_loops(
     scales: list[int], frozen: int, lengths: list[int], name: str
 ) -> None:
-    module = network(*scales, frozen=frozen)
-    model = jt.from_torch(module, batch_of(3, WIDTH))
+    module = network(*scales, frozen=frozen).float()
+    model = jt.from_torch(module, batch_of(3, WIDTH).astype(np.float32))
     assert loops(model) == lengths
     assert name in model.params
     assert model.names.torch_order(model.params) == [name for name, _ in module.named_parameters()]
