@@ -52,14 +52,14 @@ def compare_outputs(case: Case, trained: Snapshot, bar: float = LAST_BAR) -> tup
       A tuple (a line for each difference, a line for each comparison that was not made).
     """
     assert case.outputs is not None
-    weights = _own_weights(case, trained)
+    weights, exact = _own_weights(case, trained), jit(in_float64(case.outputs.in_jax))
     faults: list[str] = []
     try:
         for kind, batches in _batches(case.outputs):
             theirs = _in_torch(case, weights, batches, "fp64")
             if theirs is None:  # what PyTorch itself refuses says nothing about the import
                 continue
-            ours = _in_jax(case, weights, batches, "fp64")
+            ours = _in_jax(exact, case, weights, batches, "fp64")
             if theirs.draws:
                 return ["evaluation: PyTorch's module draws random numbers, which the imported one leaves out"], []
             faults += _apart(kind, ours, theirs.outputs, bar)
@@ -118,9 +118,7 @@ def _in_torch(
     rng = None if nudge is None else np.random.default_rng(nudge)
     with seeded_model(case, 0) as model:
         _load(model, {name: _nudged(x, rng) for name, x in weights.items()})
-        if precision == "fp64":
-            in_dtype(model, torch.float64)
-        model.eval()
+        in_dtype(model, torch.float64 if precision == "fp64" else torch.float32).eval()
         found, draws = [], Draws()
         for batch in batches:
             given = {name: tensor(_nudged(x, rng), precision) for name, x in batch.items()}
@@ -152,14 +150,10 @@ def _array(x: Any) -> np.ndarray:
     return np.asarray((x.float() if x.dtype == torch.bfloat16 else x).numpy())
 
 
-def _in_jax(case: Case, weights: Tensors, batches: Sequence[Batch], precision: str) -> list[Tensors]:
-    """Return JAX's outputs of batches, in fp32 without simplified arithmetic, as if called outside of `jax.jit`."""
-    assert case.outputs is not None
-    exact = precision == "fp64"
-    with jax.enable_x64(exact), jax.numpy_dtype_promotion("standard"):
-        fn = jit(in_float64(case.outputs.in_jax)) if exact else jit_as_written(case.outputs.in_jax)
-        given = jax_side.arrays(jax_side.from_torch(case, weights), precision)
-        params, state = given
+def _in_jax(fn: Any, case: Case, weights: Tensors, batches: Sequence[Batch], precision: str) -> list[Tensors]:
+    """Return the outputs of batches by a compiled function."""
+    with jax.enable_x64(precision == "fp64"), jax.numpy_dtype_promotion("standard"):
+        params, state = jax_side.arrays(jax_side.from_torch(case, weights), precision)
         return [_named(fn(params, jax_side.arrays(batch, precision), state)) for batch in batches]
 
 
@@ -183,11 +177,13 @@ def _apart(kind: str, ours: Sequence[Tensors], theirs: Sequence[Tensors], bar: f
 
 def _in_own_numbers(case: Case, weights: Tensors, batches: Sequence[Batch], truth: Sequence[Tensors]) -> Iterator[str]:
     """Yield a line for each output that is far from PyTorch's in the dtypes of users, on every batch."""
+    assert case.outputs is not None
     runs = [_in_torch(case, weights, batches, "fp32", nudge) for nudge in (None, *range(NUDGES))]
     own = [run.outputs for run in runs if run is not None]
     if runs[0] is None:  # in float64 PyTorch takes it, in its own dtypes it does not
         return
-    ours = _in_jax(case, weights, batches, "fp32")
+    # Without simplified arithmetic, as if it was called outside of `jax.jit`.
+    ours = _in_jax(jit_as_written(case.outputs.in_jax), case, weights, batches, "fp32")
     for name, x in truth[0].items():
         distances = []
         for i, true in enumerate(truth):
