@@ -6,6 +6,7 @@ containers only, and `.safetensors` contains no code. Tensors are memory-mapped 
 
 import argparse
 import contextlib
+import math
 import pickletools
 import reprlib
 import zipfile
@@ -398,6 +399,10 @@ def _stored_optimizer(optimizer: Mapping[str, Any] | None) -> dict[str, Any] | N
     for entry in (*optimizer["state"].values(), *optimizer["param_groups"]):
         if not (isinstance(entry, Mapping) and all(isinstance(key, str) for key in entry)):
             raise UserError("the optimizer's part has entries without names: save optimizer.state_dict()")
+    for group in optimizer["param_groups"]:
+        for name, value in group.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{name} of the optimizer is {value}: use an earlier checkpoint")
     report_unread("the optimizer of the checkpoint", optimizer.keys() - {"state", "param_groups"})
     state = {
         number: {

@@ -1,6 +1,7 @@
 """`jaxtrain.fit`: a whole run from a script or a notebook."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from jaxtrain.interrupts import raised_interrupts
 from jaxtrain.observe import QuietConsole, console_here, curve_figure
 from jaxtrain.recipes import registered_name
 from jaxtrain.run import Recipe
-from jaxtrain.run_folder import RunFolder, default_folder, read_settings, source_change
+from jaxtrain.run_folder import RunFolder, default_folder, read_settings, recorded_config, source_change
 from jaxtrain.runner.events import Events, OnCheckpoint, OnEvaluation, OnStep
 from jaxtrain.runner.finish import write_end
 from jaxtrain.runner.loop import Resume, run_training
@@ -132,6 +133,7 @@ def _fit(
     _check_resume(resume, run)
     resumes = bool(resume) and run.config.exists()
     if resumes:
+        _check_name(run, name)
         check_resumed(read_settings(run.config, type(recipe)), recipe)
     console = QuietConsole(wording=in_python) if quiet else console_here(in_python)
     console.headline(f"{name} · {describe_devices(recipe.mesh)} · {run.path}")
@@ -167,6 +169,13 @@ def _check_recipe(recipe: Any) -> None:
             f"{kind.__name__} is not a dataclass, so that {own[0]} is no setting: decorate it with "
             "@dataclass(frozen=True, kw_only=True)"
         )
+
+
+def _check_name(run: RunFolder, name: str) -> None:
+    """Raise `UserError` for a run of another class of recipes, which may have moved to another file."""
+    recorded = str(recorded_config(run.config).get("recipe"))
+    if re.split(r"::|\.", recorded)[-1] != re.split(r"::|\.", name)[-1]:
+        raise UserError(f"{run.path} holds a run of {recorded}, not of {name}: use another --out")
 
 
 def _check_resume(resume: Any, run: RunFolder) -> None:

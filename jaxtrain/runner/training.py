@@ -175,9 +175,10 @@ def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
 def _check_names(batch: Mapping[str, Any], of_training: Mapping[str, Any], error: Exception) -> None:
     """Raise `UserError` if a batch of an evaluation, which raised an error, lacks an array of one of training."""
     if missing := [name for name in of_training if name not in batch]:
+        given = ", ".join(name for name in batch if name != "weight")  # which an evaluation adds
         raise UserError(
-            f"the validation data have no {missing[0]!r}, which the training data have, only {', '.join(batch)}: "
-            "give both the same names"
+            f"the validation data have no {missing[0]!r}, which the training data have, only {given}: give both the "
+            "same names"
         ) from error
 
 

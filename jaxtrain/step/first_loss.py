@@ -82,6 +82,8 @@ def _counted_labels(weight: float, batch: Any) -> str | None:
             continue
         x = np.asarray(leaf)
         is_label = x.dtype.kind == "i" and x.min() == IGNORED and bool(((x == IGNORED) | (x >= 0)).all())
-        if is_label and weight in (x.size, x[..., 1:].size):
+        predicted = [x, x[..., 1:]] if x.ndim > 1 else [x]
+        right = [np.count_nonzero(y != IGNORED) for y in predicted]
+        if is_label and weight in [y.size for y in predicted] and weight not in right:
             return path_name(path) or "batch"
     return None

@@ -152,6 +152,10 @@ REFUSED = {
     "two models": ({"model": model(), "state_dict": model()}, "has both model and state_dict: keep one"),
     "a list of optimizers": ({"model": model(), "optimizer": [{}]}, "optimizer in .* is a list"),
     "an invalid optimizer": ({"model": model(), "optimizer": {"lr": 1}}, "no state and param_groups"),
+    "a learning rate of NaN": (
+        {"model": model(), "optimizer": {"state": {}, "param_groups": [{"params": [0], "lr": float("nan")}]}},
+        "lr of the optimizer is nan: use an earlier checkpoint",
+    ),
     "an invalid step": ({"model": model(), "step": -1}, "step in .* must be a count of at least 0, got -1"),
     "code": ({"model": model(), "hook": Evil()}, "contains more than tensors"),
     "values other than tensors": (

@@ -294,6 +294,9 @@ def test_messages_in_python_name_arguments(whole, tmp_path, capsys):
         jt.fit(Line(), whole.run.path, quiet=True)
     with pytest.raises(jt.UserError, match=r"^lr=0\.2 differs from the run's 0\.1: a resumed run may change only"):
         jt.fit(Line(lr=0.2), whole.run.path, resume=True, quiet=True)
+    other = dataclass(frozen=True, kw_only=True)(type("Other", (Line,), {}))
+    with pytest.raises(jt.UserError, match=r"holds a run of .*Line, not of .*Other: use another out$"):
+        jt.fit(other(), whole.run.path, resume=True, quiet=True)
     with pytest.raises(jt.UserError, match=r"^out is empty: give the folder of the run"):
         jt.fit(Line(), "", quiet=True)
     jt.fit(Line(), whole.run.path, resume=True, quiet=True)

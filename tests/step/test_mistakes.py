@@ -19,6 +19,7 @@ import jaxtrain as jt
 from jaxtrain import losses, optim
 from jaxtrain.distributed import make_mesh, shard
 from jaxtrain.step import rebuilding
+from jaxtrain.step.first_loss import _counted_labels
 
 BATCH = {"x": np.ones((12, 4), np.float32), "y": np.ones(12, np.float32)}
 PARAMS = {"w": np.ones(4, np.float32)}
@@ -693,6 +694,22 @@ def test_ignored_labels_that_are_counted_are_warned_of(make_loss, is_warned_of):
         r"the weight of the loss counts labels of -100 at label, which are no part of PyTorch's mean: use Loss\.of"
     )
     assert [bool(re.match(message, text)) for text in found] == [True] * is_warned_of
+
+
+@pytest.mark.parametrize(
+    ("labels", "weight", "is_counted"),
+    [
+        ([[3, 1, -100], [-100, 2, 0]], 6, True),
+        ([[3, 1, -100], [-100, 2, 0]], 4, False),  # also the number of the predicted labels
+        ([[3, 1, 1], [-100, -100, 0]], 4, False),
+        ([[3, -100, -100], [1, -100, 0]], 4, True),
+        ([[3, -100, -100], [1, -100, 0]], 3, False),
+        ([[3, 1], [1, 0]], 4, False),
+    ],
+)
+def test_whether_ignored_labels_are_counted(labels, weight, is_counted):
+    batch = {"label": np.array(labels), "offset": np.full(4, -100) + np.arange(4)}
+    assert _counted_labels(weight, batch) == ("label" if is_counted else None)
 
 
 @pytest.fixture
