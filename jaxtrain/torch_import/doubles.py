@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.graph import CUSTOM, DETACH, GETITEM, Dtype, Graph, Node, Spec, references
+from jaxtrain.torch_import.graph import CUSTOM, DETACH, GETITEM, Dtype, Graph, Input, Node, Spec, references
 from jaxtrain.torch_import.integer_ranges import is_view, names, packet_of
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.ops.int64 import FLOAT64, INT64, has_64_bits
@@ -77,7 +77,8 @@ def refuse_float64_inputs(graph: Graph) -> None:
 
     Of shapes alone PyTorch does not refuse products of float32 and float64. A module with one does not take float64.
     """
-    specs: dict[str, Any] = {x.name: x.spec for x in (*graph.inputs, *graph.nodes)}
+    values: tuple[Input | Node, ...] = (*graph.inputs, *graph.nodes)
+    specs: dict[str, Any] = {x.name: x.spec for x in values}
     for node in graph.nodes:
         read = [specs[name] for name in references((node.args, node.kwargs))]
         dtypes = {x.dtype for x in read if isinstance(x, Spec)}
