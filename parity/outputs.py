@@ -2,16 +2,20 @@
 
 A training run compares what the loss shows, in float64 and on batches like the example. Here every output is compared
 by name, with the weights and the statistics at the end of such a run: in float64, where integers must be equal, on the
-run's batches, on fewer rows and with other padding; and in the numbers that users train in, PyTorch's with the module's
+run's batches, on fewer rows and with other padding, with the gradients of a sum in which every element has a weight of
+its own; and in the numbers that users train in, PyTorch's with the module's
 own dtypes and JAX's in 32 bits, where an integer that wraps or a float64 that is rounded shows.
 """
 
 import logging
+import math
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 
@@ -19,6 +23,7 @@ from jaxtrain.errors import UserError
 from parity import jax_side
 from parity.bars import LAST_BAR, SINGLE
 from parity.case import Batch, Case, Outputs
+from parity.compare import relative
 from parity.conditions import REFUSALS, ragged
 from parity.named_outputs import named_outputs
 from parity.oracle.compiled import jit, jit_as_written
@@ -52,17 +57,18 @@ def compare_outputs(case: Case, trained: Snapshot, bar: float = LAST_BAR) -> tup
       A tuple (a line for each difference, a line for each comparison that was not made).
     """
     assert case.outputs is not None
-    weights, exact = _own_weights(case, trained), jit(in_float64(case.outputs.in_jax))
+    weights, exact = _own_weights(case, trained), jit(_with_gradients(in_float64(case.outputs.in_jax)))
     faults: list[str] = []
     try:
         for kind, batches in _batches(case.outputs):
             theirs = _in_torch(case, weights, batches, "fp64")
             if theirs is None:  # what PyTorch itself refuses says nothing about the import
                 continue
-            ours = _in_jax(exact, case, weights, batches, "fp64")
+            ours, gradients = zip(*_in_jax(exact, case, weights, batches, "fp64"), strict=True)
             if theirs.draws:
                 return ["evaluation: PyTorch's module draws random numbers, which the imported one leaves out"], []
             faults += _apart(kind, ours, theirs.outputs, bar)
+            faults += [] if faults else _gradients_apart(kind, gradients, theirs.gradients, bar)
             if kind == USUAL and not faults:
                 faults += _in_own_numbers(case, weights, batches, theirs.outputs)
     except UserError as error:
@@ -74,9 +80,11 @@ USUAL = ""
 
 
 class Evaluated(NamedTuple):
-    """PyTorch's outputs of each batch, and the number of its draws of random numbers that differ between calls."""
+    """PyTorch's outputs of each batch, the gradients of trained parameters, none if it has no derivative, and the
+    number of its draws of random numbers that differ between calls."""
 
     outputs: list[Tensors]
+    gradients: list[Tensors]
     draws: int
 
 
@@ -119,16 +127,61 @@ def _in_torch(
     with seeded_model(case, 0) as model:
         _load(model, {name: _nudged(x, rng) for name, x in weights.items()})
         in_dtype(model, torch.float64 if precision == "fp64" else torch.float32).eval()
-        found, draws = [], Draws()
+        found, gradients, draws = list[Tensors](), list[Tensors](), Draws()
         for batch in batches:
             given = {name: tensor(_nudged(x, rng), precision) for name, x in batch.items()}
+            exact = precision == "fp64"
             try:
-                with few_threads(model), torch.no_grad(), InFloat64() if precision == "fp64" else nullcontext(), draws:
-                    found.append(_named(case.outputs.in_torch(model, given)))
+                with few_threads(model), InFloat64() if exact else nullcontext(), torch.set_grad_enabled(exact), draws:
+                    outputs = named_outputs(case.outputs.in_torch(model, given))
+                    found.append({name: _array(x) for name, x in outputs.items()})
+                    gradients.append(_gradients(model, outputs) if exact else {})
             except REFUSALS as error:
                 logger.info("%s: refused by PyTorch: %s: %s", case.name, type(error).__name__, error)
                 return None
-        return Evaluated(found, draws.drawn)
+        return Evaluated(found, gradients, draws.drawn)
+
+
+def _gradients(model: torch.nn.Module, outputs: Tensors) -> Tensors:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total = torch.zeros(())
+    for name, x in outputs.items():
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            real = torch.view_as_real(x) if x.is_complex() else x
+            total = total + (real * torch.from_numpy(_weights(name, tuple(real.shape)))).sum()
+    if not total.requires_grad:
+        return {name: np.zeros(p.shape) for name, p in trained.items()}
+    try:
+        found = torch.autograd.grad(total, [*trained.values()], allow_unused=True)
+    except RuntimeError as error:  # an operation without a derivative
+        logger.info("no gradient in evaluation: %s", error)
+        return {}
+    grads = zip(trained.items(), found, strict=True)
+    return {name: np.zeros(p.shape) if grad is None else _array(grad) for (name, p), grad in grads}
+
+
+def _weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a weight for every element of an output."""
+    first = zlib.crc32(name.encode()) % 1000
+    return np.cos(np.arange(first, first + math.prod(shape), dtype=np.float64)).reshape(shape)
+
+
+def _with_gradients(fn: Any) -> Any:
+    """Return a function to the outputs of `fn`, and to the gradients of their weighted sum."""
+
+    def total(params: Any, batch: Any, state: Any) -> Any:
+        outputs, found = fn(params, batch, state), jnp.zeros(())
+        for name, x in named_outputs(outputs).items():
+            if jnp.issubdtype(x.dtype, jnp.inexact):
+                real = jnp.stack([x.real, x.imag], -1) if jnp.iscomplexobj(x) else x
+                found = found + (real * _weights(name, real.shape)).sum()
+        return found, outputs
+
+    def with_gradients(params: Any, batch: Any, state: Any) -> Any:
+        gradients, outputs = jax.grad(total, has_aux=True)(params, batch, state)
+        return outputs, gradients
+
+    return with_gradients
 
 
 def _nudged(x: np.ndarray, rng: np.random.Generator | None) -> np.ndarray:
@@ -150,11 +203,18 @@ def _array(x: Any) -> np.ndarray:
     return np.asarray((x.float() if x.dtype == torch.bfloat16 else x).numpy())
 
 
-def _in_jax(fn: Any, case: Case, weights: Tensors, batches: Sequence[Batch], precision: str) -> list[Tensors]:
-    """Return the outputs of batches by a compiled function."""
+def _in_jax(fn: Any, case: Case, weights: Tensors, batches: Sequence[Batch], precision: str) -> list[Any]:
+    """Return the outputs of batches, with gradients by PyTorch's names if the compiled function has them."""
+
+    def arrays(found: Any) -> Any:
+        if precision != "fp64":
+            return _named(found)
+        outputs, gradients = found
+        return _named(outputs), jax_side.to_torch(case, gradients)
+
     with jax.enable_x64(precision == "fp64"), jax.numpy_dtype_promotion("standard"):
         params, state = jax_side.arrays(jax_side.from_torch(case, weights), precision)
-        return [_named(fn(params, jax_side.arrays(batch, precision), state)) for batch in batches]
+        return [arrays(fn(params, jax_side.arrays(batch, precision), state)) for batch in batches]
 
 
 def _apart(kind: str, ours: Sequence[Tensors], theirs: Sequence[Tensors], bar: float) -> Iterator[str]:
@@ -173,6 +233,18 @@ def _apart(kind: str, ours: Sequence[Tensors], theirs: Sequence[Tensors], bar: f
                 yield f"{where}: {_output(name)} has {wrong} of {x.size} other numbers than PyTorch's"
             elif not _is_exact(x) and (distance := _distance(found, x)) > bar:
                 yield f"{where}: {_output(name)} is {distance:.1e} apart, over {bar:.0e}"
+
+
+def _gradients_apart(kind: str, ours: Sequence[Tensors], theirs: Sequence[Tensors], bar: float) -> Iterator[str]:
+    """Yield a line for the gradient that differs most."""
+    for our, their in zip(ours, theirs, strict=True):
+        distances = {name: _distance(our[name], x) for name, x in their.items()}
+        near = relative({name: our[name] for name in their}, their) if their else {}
+        distances = {name: min(x, near[name]) for name, x in distances.items()}
+        worst = max(distances, key=lambda name: distances[name], default=None)
+        if worst is not None and distances[worst] > bar:
+            yield f"evaluation{kind}: the gradient of {worst} is {distances[worst]:.1e} apart, over {bar:.0e}"
+            return
 
 
 def _in_own_numbers(case: Case, weights: Tensors, batches: Sequence[Batch], truth: Sequence[Tensors]) -> Iterator[str]:

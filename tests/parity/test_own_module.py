@@ -133,6 +133,11 @@ WRONG = {
     ),
     "seed left out": lambda: (Net(seeded), Net(lambda self, y: y + torch.randn(3)), X),
     "outputs swapped": lambda: (Net(lambda self, y: (y, 2 * y)), Net(lambda self, y: (2 * y, y)), X),
+    "gradient beside a loss": lambda: (
+        Net(lambda self, y: {"loss": y.square().mean(), "hidden": 2 * y}),
+        Net(lambda self, y: {"loss": y.square().mean(), "hidden": 2 * y.detach()}),
+        X,
+    ),
     "rows reordered": lambda: (Net(plain), Net(lambda self, y: y.flip(0)), X),
     "dropout of evaluation": lambda: (
         Net(lambda self, y: F.dropout(y, 0.5, True)),
