@@ -1,5 +1,8 @@
 """Errors of an import, with the line of PyTorch code that causes them and the remedy."""
 
+import functools
+import importlib.util
+import os
 import re
 
 from jaxtrain.errors import UserError, format_location
@@ -10,7 +13,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 def source_line(stack_trace: str | None) -> str:
     """Return the last line of the user's code in a PyTorch stack trace, as "model.py:12: y = F.gelu(x)".
 
-    >>> source_line('File "/home/me/model.py", line 12, in forward\\n    y = F.gelu(x)\\n')
+    >>> source_line('File "/home/me/torch/model.py", line 12, in forward\\n    y = F.gelu(x)\\n')
     'model.py:12: y = F.gelu(x)'
     >>> source_line(None)
     ''
@@ -18,7 +21,7 @@ def source_line(stack_trace: str | None) -> str:
     frames = [match.groupdict() for match in _FRAME.finditer(stack_trace or "")]
     own = [frame for frame in frames if not is_internal(frame["file"])]
     # Of a module that consists of PyTorch's own parts alone, the line in one of these.
-    own = own or [frame for frame in frames if "/torch/nn/" in frame["file"]]
+    own = own or [frame for frame in frames if frame["file"].startswith(os.path.join(_torch(), "nn", ""))]
     if not own:
         return ""
     return f"{format_location(own[-1]['file'], int(own[-1]['line']))}: {own[-1]['code'].strip()}"
@@ -37,4 +40,11 @@ def first_line(error: Exception) -> str:
 
 def is_internal(file: str) -> bool:
     """Return whether a file is PyTorch's or one of these, through which `torch.autograd.Function` is called."""
-    return "/torch/" in file or "/jaxtrain/torch_import/" in file or file.startswith("<")
+    return file.startswith((_torch(), "<")) or "/jaxtrain/torch_import/" in file
+
+
+@functools.cache
+def _torch() -> str:
+    """Return the folder of the package, without an import."""
+    spec = importlib.util.find_spec("torch")
+    return os.path.join(os.path.dirname(spec.origin), "") if spec is not None and spec.origin else "/torch/"

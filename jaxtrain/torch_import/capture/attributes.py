@@ -1,5 +1,7 @@
 """Attributes that `forward` assigns besides buffers. A graph has no other state than buffers."""
 
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree
 
+from jaxtrain.errors import format_location
 from jaxtrain.torch_import.graph import Captured
 from jaxtrain.torch_import.refusals import refusal
 
@@ -58,7 +61,24 @@ def refuse_state(
     run()
     names = changed(first, attributes_of(module))
     if names and not _same(captured, capture):
-        raise refusal(f"forward changes the attribute {names[0]!r}, which it depends on", "register it as a buffer")
+        raise refusal(
+            f"forward changes the attribute {names[0]!r}, which it depends on",
+            "register it as a buffer",
+            _assignment(module, names[0]),
+        )
+
+
+def _assignment(module: torch.nn.Module, path: str) -> str:
+    """Return the line of `forward` that assigns an attribute; that of `forward` itself where none is found."""
+    owner, _, name = path.rpartition(".")
+    forward = type(module.get_submodule(owner)).forward
+    try:
+        lines, first = inspect.getsourcelines(forward)
+    except (OSError, TypeError):  # no file
+        return ""
+    assigns = re.compile(rf"\bself\.{re.escape(name)}\b[^=]*(?<![=!<>])=(?!=)")
+    place = next((i for i, line in enumerate(lines) if assigns.search(line)), 0)
+    return f"{format_location(forward.__code__.co_filename, first + place)}: {lines[place].strip()}"
 
 
 def _same(captured: Captured, capture: Callable[[], Captured]) -> bool:

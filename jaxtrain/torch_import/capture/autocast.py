@@ -20,6 +20,7 @@ from torch.utils import _pytree
 from jaxtrain.torch_import.capture.tracing import replaced
 from jaxtrain.torch_import.graph import Node, Ref, references
 from jaxtrain.torch_import.layers import mapped
+from jaxtrain.torch_import.refusals import is_internal
 
 _LIBRARY = torch.library.Library("jaxtrain", "FRAGMENT")
 _LIBRARY.define("float32(Tensor x) -> Tensor", tags=[torch.Tag.pointwise])
@@ -97,7 +98,7 @@ class _Mode(TorchFunctionMode):
     def _call(self, func: Any) -> Call | None:
         """Return the call that is being made; None for one that no code of a user or a library of models makes."""
         frame = sys._getframe(2)
-        while frame is not None and _is_internal(frame.f_code.co_filename):
+        while frame is not None and is_internal(frame.f_code.co_filename):
             frame = frame.f_back  # type: ignore[assignment]
         if frame is None:
             return None
@@ -162,10 +163,6 @@ def _converts(func: Any, kwargs: Mapping[str, Any]) -> bool:
 
 def _dtype(values: Sequence[Any]) -> torch.dtype | None:
     return next((x.dtype for x in values if isinstance(x, torch.Tensor)), None)
-
-
-def _is_internal(file: str) -> bool:
-    return "/torch/" in file or "/jaxtrain/torch_import/" in file or file.startswith("<")
 
 
 def without_marks_of_changed(exported: torch.export.ExportedProgram) -> None:

@@ -5,9 +5,9 @@ import re
 import torch
 
 from jaxtrain.torch_import.graph import Line, ModuleCall
+from jaxtrain.torch_import.refusals import is_internal
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
-_OURS = "/jaxtrain/torch_import/"
 
 
 def origins_of(exported: torch.export.ExportedProgram) -> dict[str, tuple[ModuleCall, ...]]:
@@ -32,6 +32,6 @@ def _lines_by_call(stack_trace: str) -> list[tuple[Line, ...]]:
         file, function = match["file"], match["function"]
         if file.endswith("/torch/nn/modules/module.py") and function == "_call_impl":
             calls.append([])
-        elif calls and "/torch/" not in file and _OURS not in file and not file.startswith("<"):
+        elif calls and not is_internal(file):
             calls[-1].append(Line(file, int(match["line"]), function))
     return [tuple(lines) for lines in calls]
