@@ -28,6 +28,15 @@ graph `body` of a layer, whose inputs are these in turn, and the `length`, the n
 are two tuples: the replaced values, and results that are stacked along a first axis; those of the operation are the
 last replaced values, then the stacks."""
 
+_LIKE = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
+    )
+)
+"""Operations that read the shape and the dtype of a tensor alone."""
+
 RECOMPUTED = "jaxtrain.recomputed.default"
 """An elementwise formula whose intermediate values the backward pass computes again, in low precision. Its keyword
 argument is the formula's `graph`."""
@@ -212,7 +221,7 @@ def without_gradient(graph: Graph) -> frozenset[str]:
     """Return the names of the parameters that no output of the graph has a gradient of."""
     reached = {*references(graph.outputs)}
     for node in reversed(graph.nodes):
-        if node.name in reached and node.op != DETACH and _has_gradient(node.spec):
+        if node.name in reached and node.op != DETACH and node.op not in _LIKE and _has_gradient(node.spec):
             reached.update(references((node.args, node.kwargs)))
     params = [x for x in graph.inputs if x.kind == "param"]
     # A tied weight is several inputs.

@@ -185,6 +185,25 @@ def test_an_attribute_that_forward_changes_and_reads_is_refused() -> None:
         jt.from_torch(module, batch_of(4, 3))
 
 
+class Shaped(nn.Module):
+    """Reads the shape alone of what one layer computes, and rounds what another does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shaped, self.rounded, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.zeros_like(self.shaped(x)) + self.rounded(x).round() + x)
+
+
+def test_parameters_without_a_gradient_in_pytorch_are_frozen() -> None:
+    module = Shaped()
+    model = jt.from_torch(module, np.ones((4, 3), np.float32))
+    module(torch.ones(4, 3)).sum().backward()
+    without = {name for name, p in module.named_parameters() if p.grad is None}
+    assert without == {name for name in model.params if model.frozen(name)} == {"shaped.weight", "shaped.bias"}
+
+
 @dataclass
 class Answer:
     logits: torch.Tensor
