@@ -161,7 +161,7 @@ class _UnknownMode:
 def _view_of(base: torch.Tensor, held: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function that takes the elements of `held` from a tensor with the strides of `base`, as views do."""
     axes, wanted = _axes(base), _axes(held)
-    offset = held.storage_offset() - base.storage_offset()
+    offset = int(held.storage_offset() - base.storage_offset())
     if wanted == axes:
         return lambda x: x
     if sorted(wanted) == sorted(axes) and len({*axes}) == len(axes):
