@@ -113,17 +113,17 @@ def proxy(net: Net, kind: Callable[[Net], Any]) -> Any:
 
 
 WAYS: dict[str, Callable[[Net, Callable[[Net], Any], Any], Any]] = {
-    "closure": lambda net, kind, held: lambda x: use(x, held),
     "closure_over_self": lambda net, kind, held: lambda x: use(x, kind(net)),
+    "partial": lambda net, kind, held: functools.partial(use, held=held),
+    "weak_reference": lambda net, kind, held: weak(net, kind),
+    "closure": lambda net, kind, held: lambda x: use(x, held),
     "default": lambda net, kind, held: lambda x, held=held: use(x, held),
     "keyword": lambda net, kind, held: lambda x, *, held=held: use(x, held),
-    "partial": lambda net, kind, held: functools.partial(use, held=held),
     "nested": lambda net, kind, held: nested(held),
     "recursive": lambda net, kind, held: recursive(held),
     "method": lambda net, kind, held: types.MethodType(lambda self, x: use(x, held), net),
     "object": lambda net, kind, held: Holder(held),
     "object_with_function": lambda net, kind, held: Holder(lambda x: use(x, held)),
-    "weak_reference": lambda net, kind, held: weak(net, kind),
     "weak_proxy": lambda net, kind, held: proxy(net, kind),
     "global": lambda net, kind, held: by_global(net, kind),
 }
@@ -148,6 +148,7 @@ def attached_to(way: str) -> Callable[[Net, list[Any]], None]:
     return (attached_as_functions, attached_as_hook, attached_as_patch)[list(WAYS).index(way) % 3]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("way", WAYS)
 def test_outputs_gradients_and_buffers_are_pytorchs(way: str, train: bool) -> None:
@@ -158,12 +159,16 @@ def test_outputs_gradients_and_buffers_are_pytorchs(way: str, train: bool) -> No
     assert max(differences) < 1e-13
     assert sorted(model.params) == sorted(name for name, _ in net.named_parameters())
 
-    # A copy with other weights reads its own.
+    # Other weights reach everything that holds them, in the module itself and in a copy.
+    with torch.no_grad():
+        for param in net.parameters():
+            param.mul_(2)
     with jax.enable_x64():
         params = jax.tree.map(lambda p: 2 * p, model.params)
-        outputs, _ = model(params, x, None, model.state)
-        theirs = model.to_torch(params).eval()(torch.tensor(x)).detach().numpy()
-    np.testing.assert_allclose(outputs, theirs, rtol=1e-13, atol=1e-13)
+        state = {name: net.get_buffer(name).numpy().copy() for name in model.state or ()}
+        outputs, _ = model(params, x, None, state)
+        for theirs in (net.eval(), model.to_torch(params, state).eval()):
+            np.testing.assert_allclose(outputs, theirs(torch.tensor(x)).detach().numpy(), rtol=1e-13, atol=1e-13)
 
 
 def weight_normed() -> nn.Module:
@@ -189,6 +194,7 @@ def reparametrized() -> nn.Module:
 RECOMPUTED = {"weight_norm": weight_normed, "prune": pruned, "spectral": spectral_normed, "new": reparametrized}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_weights_that_hooks_compute_before_each_call(name: str) -> None:
@@ -353,31 +359,32 @@ def sparse() -> nn.Module:
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "in_a_list": (in_a_list, "is no parameter of the module", "test_placing.py:", "hidden[0]"),
-    "unregistered": (unregistered, "is no parameter of the module", "test_placing.py:", "weight"),
     "returned": (returned, "is no parameter of the module"),
     "stale": (stale, "computed from parameters before the call", "test_placing.py:", "scaled"),
-    "second_parameter": (second_parameter, "is no parameter of the module", "test_placing.py:", "hidden"),
-    "two_parameters": (two_parameters, "'w' and 'other' are two tensors in the same memory"),
     "overlapping": (overlapping, "'first' and 'second' are two tensors in the same memory"),
-    "buffer_of_a_parameter": (buffer_of_a_parameter, "'w' and 'buffer' are two tensors in the same memory"),
     "buffers_that_change": (buffers_that_change, "buffers 'mean' and 'same' share memory"),
-    "replaced_buffer": (replaced_buffer, "buffer 'mean' of Function is replaced"),
-    "as_other_dtype": (as_other_dtype, "shares memory with 'w'"),
     "of_a_class": (of_a_class, "is read by a global", "test_placing.py:", "module.fc.weight"),
     "part_of_a_class": (part_of_a_class, "Dropout, is called by a global", "test_placing.py:", "module.drop"),
-    "mode_of_a_class": (mode_of_a_class, "the mode of the module is read by", "test_placing.py:", "module.training"),
     "in_a_function_of_autograd": (in_a_function_of_autograd, "test_placing.py:", "Squared"),
-    "closure_in_a_function_of_autograd": (
+    "sparse": (sparse, "'matrix' is a sparse tensor"),
+    "unregistered": (unregistered, "is no parameter of the module", "test_placing.py:", "weight"),
+    "second_parameter": (second_parameter, "is no parameter of the module", "test_placing.py:", "hidden"),
+    "two_parameters": (two_parameters, "'w' and 'other' are two tensors in the same memory"),
+    "buffer_of_a_parameter": (buffer_of_a_parameter, "'w' and 'buffer' are two tensors in the same memory"),
+    "replaced_buffer": (replaced_buffer, "buffer 'mean' of Function is replaced"),
+    "as_other_dtype": (as_other_dtype, "shares memory with 'w'"),
+    "mode_of_a_class": (mode_of_a_class, "the mode of the module is read by", "test_placing.py:", "module.training"),
+    "closure_of_a_backward_pass": (
         closure_in_a_function_of_autograd,
         "is read by",
         "test_placing.py:",
         "grad * weight",
     ),
     "changed_constant": (changed_constant, "test_placing.py:", "count.add_"),
-    "sparse": (sparse, "'matrix' is a sparse tensor"),
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_place_is_refused_with_its_line(name: str) -> None:
     make, *texts = REFUSED[name]
@@ -438,6 +445,7 @@ ITEMS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ITEMS)
 def test_the_value_of_a_tensor_as_a_number(name: str) -> None:
     differences, _ = compared(Function(ITEMS[name]), batch_of(4, 3))
