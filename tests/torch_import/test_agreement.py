@@ -70,6 +70,12 @@ def called() -> int:
     return SHARED["calls"]
 
 
+def kept(module: Any) -> torch.Tensor:
+    if not hasattr(module, "drawn"):
+        module.drawn = torch.rand(3)
+    return module.drawn
+
+
 def mixed() -> float:
     return float(np.random.beta(0.4, 0.4))
 
@@ -106,6 +112,7 @@ READ: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "global_count": lambda m, x: float(called()),
     "global_module": lambda m, x: m.hidden(x),
     "attribute_count": lambda m, x: float(next(m.count)),
+    "kept_random": lambda m, x: kept(m),
 }
 
 PLACES: dict[str, Callable[[torch.Tensor, Any, nn.Module], torch.Tensor]] = {
@@ -288,6 +295,12 @@ def test_a_random_network_is_imported(seed: int) -> None:
     network = nn.Sequential(*(draw.choice(layers)() for _ in range(8)))
     model = from_torch(network, np.ones((4, 6), np.float32))
     model(model.params, np.ones((4, 6), np.float32), None, model.state)
+
+
+def test_a_float64_module_is_compared_in_float32() -> None:
+    from_torch(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.3)).double(), X.astype(np.float64))
+    with pytest.raises(UserError, match="would be drawn from once"):
+        from_torch(Reading("python_own_object", "factor").double(), X.astype(np.float64))
 
 
 def test_a_first_call_that_is_another_one_is_refused() -> None:

@@ -7,6 +7,7 @@ import is refused.
 """
 
 import contextlib
+import copy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,7 +124,7 @@ class Comparison(NamedTuple):
                 _change_weights(self.module, random)
             # The second call is compared: a first one may start a state that no buffer has.
             with contextlib.suppress(Exception):
-                self._called(self.leaves)
+                self._called(self.leaves, _SEED + 1)
             yield _other_inputs(self.leaves, random) if inputs else self.leaves
 
     @property
@@ -134,12 +135,12 @@ class Comparison(NamedTuple):
     def theirs(self, leaves: Sequence[torch.Tensor]) -> Results:
         """Return what the module computes."""
         params = _params(self.module)
-        structure, outputs = self._called(leaves)
+        structure, outputs = self._called(leaves, _SEED)
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         return _results(structure, outputs, buffers, self._trained(params))
 
-    def _called(self, leaves: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-        torch.manual_seed(_SEED)
+    def _called(self, leaves: Sequence[torch.Tensor], seed: int) -> tuple[Any, list[torch.Tensor]]:
+        torch.manual_seed(seed)
         return self.run(self.module, [x.clone() for x in leaves])
 
     def ours(
@@ -176,7 +177,7 @@ class Comparison(NamedTuple):
         return {name: x for name, x in params.items() if x.requires_grad} if compared else {}
 
 
-def refuse_disagreement(program: Program, beside: Beside, run: Run, train: bool) -> None:
+def refuse_disagreement(program: Program, beside: Beside, run: Run, *, train: bool, dtype: torch.dtype | None) -> None:
     """Refuse a program that computes something else than the module which it was captured from.
 
     Args:
@@ -184,11 +185,15 @@ def refuse_disagreement(program: Program, beside: Beside, run: Run, train: bool)
       beside: The module, which is left as it was, with a batch.
       run: Calls it with tensors in their order.
       train: Whether the program is that of the training mode.
+      dtype: Dtype of the program's parameters; None for several. A module in another one is copied.
 
     Raises:
       UserError: Results, gradients or buffers differ, or the module raises an error that the program does not.
     """
     module = beside.module
+    if dtype is not None and any(x.is_floating_point() and x.dtype != dtype for x in module.parameters()):
+        # JAX has no float64 by default.
+        module = copy.deepcopy(module).to(dtype)
     if any(x.is_meta for x in (*module.parameters(), *module.buffers())):
         return
     device = next((x.device for x in (*module.parameters(), *module.buffers())), torch.device("cpu"))

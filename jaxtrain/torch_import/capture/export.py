@@ -104,7 +104,8 @@ def capture(
             call_again = partial(_run, again, given, structure)
             refuse_state(captured, again.module, call_again, lambda: trace(again, under_autocast)[0])
         if beside is not None:
-            refuse_disagreement(program, beside, run, train)
+            of_program = None if dtype is None else getattr(torch, dtype)
+            refuse_disagreement(program, beside, run, train=train, dtype=of_program)
         return captured
 
     given = _fakes(inputs, structure)
