@@ -32,8 +32,9 @@ def with_float64(graph: Graph, ops: Collection[str]) -> Graph:
     """
     wide = {x.name for x in graph.inputs if x.spec.dtype in FLOAT64}
     wide |= {node.name for node in graph.nodes if _is_wide(node.spec)}
-    if not wide:
-        return graph
+    given = {x.spec.dtype for x in graph.inputs if x.kind in ("param", "input")}
+    if not wide or (has_64_bits() and "float32" not in given):
+        return graph  # A module of float64 is evaluated in x64 mode alone.
     depends, nodes = {x.name for x in graph.inputs if x.kind == "param"}, []
     for node in graph.nodes:
         operands = {*references((node.args, node.kwargs))}
