@@ -156,7 +156,7 @@ NUMBERS = [
     Statement("{v} = self.e{n}(({i} + 1) * 1000003 % 5) + {x}", "self.e{n} = nn.Embedding(5, 3)"),
     Statement("{v} = self.e{n}(({i} + 7) * 1_700_000_000_000 // 1000 % 5) * {x}", "self.e{n} = nn.Embedding(5, 3)"),
     Statement("{v} = {x} + ({i}.double() * 1e-3 + 6378137.0 - 6378137.0).to({x}.dtype)[:, None]"),
-    Statement("{v} = (({x}.double() + 1e8) - 1e8).to({x}.dtype)"),
+    Statement("{v} = (({x}.double() + 1e6) - 1e6).to({x}.dtype)"),
     Statement("{v} = {x} * ({i} / 3)[:, None] + ({i} // 2)[:, None]"),
     Statement("{v} = {x} * ({i}.to(torch.int32) * 70000 % 97)[:, None] / 97"),
     Statement("{v} = {x} + (({i}[:, None] << 40) >> 38) * 0.01"),

@@ -455,3 +455,24 @@ def test_the_value_of_a_tensor_as_a_number(name: str) -> None:
 @pytest.mark.parametrize("module", [nn.Linear(3, 3, bias=False), nn.LayerNorm(3)], ids=["matrices", "vectors"])
 def test_a_module_with_matrices_or_vectors_alone_is_proved(module: nn.Module) -> None:
     assert check(from_torch(module, batch_of(4, 3).astype(np.float32)).case(), steps=2).passed
+
+
+def test_a_buffer_is_replaced_beside_an_attribute_that_keeps_an_activation() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = self.fc(x)
+            self.mean = self.mean * 0.9 + self.last.detach().mean(0) * 0.1
+            return self.last - self.mean
+
+    module = Module()
+    x = np.ones((4, 3), np.float32)
+    model = from_torch(module, x)
+    y, state = model(model.params, x, jax.random.key(0), model.state)
+    np.testing.assert_allclose(y, module(torch.tensor(x)).detach(), atol=1e-6)
+    assert state is not None
+    np.testing.assert_allclose(state["mean"], module.mean.detach(), atol=1e-6)

@@ -110,7 +110,8 @@ class Placing(TorchFunctionMode):
     def _tensor(self, x: torch.Tensor, unplaced: list[torch.Tensor]) -> torch.Tensor:
         name = self._names.get(id(x))
         if name is not None:
-            return self._input(name)
+            # Without export the inputs are the module's own tensors.
+            return x if self._inputs.get(name) is x else self._input(name)
         if id(x) in self._views:
             name, view = self._views[id(x)]
             return view(self._input(name) if x.requires_grad else self._input(name).detach())
