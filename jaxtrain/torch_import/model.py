@@ -13,7 +13,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.torch_import.channels_last import with_channels_last
 from jaxtrain.torch_import.elementwise import with_recomputed_formulas
 from jaxtrain.torch_import.function import GraphModel, Key, Params, refuse_beyond_int32
-from jaxtrain.torch_import.graph import Graph, Node, without_gradient
+from jaxtrain.torch_import.graph import Graph, Node, has_gradient_inside, without_gradient
 from jaxtrain.torch_import.grouped_queries import with_grouped_queries
 from jaxtrain.torch_import.integers import with_int64
 from jaxtrain.torch_import.masks import with_causal_attention
@@ -71,7 +71,7 @@ class ImportedModel(GraphModel):
         shapes: Any = {name: shape_of(x) for name, x in params.items()}
         key = self._key(shapes, self.example, train=True)
         plain = self._exported(key)
-        self._frozen_tensors |= without_gradient(plain.graph)
+        self._frozen_tensors |= without_gradient(plain.graph) | plain.unused
         self._changed = frozenset(plain.graph.state)
         if not unroll:
             self._stacks = find_stacks(plain.graph, self._frozen_tensors)
@@ -271,13 +271,17 @@ class ImportedModel(GraphModel):
             ops=frozenset(self._ops),
         )
         constants = {**self._buffers, **captured.constants}
-        graph = with_grouped_queries(with_causal_attention(captured.graph, constants, self._ops), self._ops)
+        graph = captured.graph
+        if not has_gradient_inside(graph):
+            graph = with_grouped_queries(with_causal_attention(graph, constants, self._ops), self._ops)
         return captured._replace(graph=with_int64(graph, constants, self._ops))
 
     def _finished(self, exported: "Captured") -> "Captured":
         """Return a graph that takes the stacked parameters, has channels last and computes cheap formulas again."""
         # After the loops: a formula of a layer has names of its own, by which layers would differ.
         looped = self._looped(exported)
+        if has_gradient_inside(looped.graph):
+            return looped
         return looped._replace(graph=with_recomputed_formulas(with_channels_last(looped.graph, self._ops)))
 
     def _looped(self, exported: "Captured") -> "Captured":

@@ -1,15 +1,15 @@
 """Functions of PyTorch in a form that a graph can contain."""
 
 import math
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn import _reduction
 
+from jaxtrain.torch_import.capture.gradients import GRADIENTS
 from jaxtrain.torch_import.capture.packed import PACKED
-from jaxtrain.torch_import.refusals import refusal, source_line
+from jaxtrain.torch_import.refusals import refusal
 
 _LIBRARY = torch.library.Library("jaxtrain", "FRAGMENT")
 _LIBRARY.define(
@@ -169,13 +169,6 @@ def _batch_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
 _forward = torch.nn.modules.batchnorm._BatchNorm.forward
 
 
-def _gradient(*_: Any, **__: Any) -> Any:
-    stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
-    raise refusal(
-        "torch.autograd.grad inside forward", "compute the gradient in the loss, by jax.grad", source_line(stack)
-    )
-
-
 class _Data:
     """`Tensor.data`: the tensor itself without its gradient, and an assignment to it."""
 
@@ -197,9 +190,9 @@ FUNCTIONS: tuple[tuple[Any, str, Any], ...] = (
     (torch.nn.Module, "_apply", _converted),
     (torch.Tensor, "fill_diagonal_", _fill_diagonal_),
     (torch.Tensor, "data", _Data()),
-    (torch.autograd, "grad", _gradient),
     (torch.nn.modules.batchnorm._BatchNorm, "forward", _batch_norm),
     (torch.nn.modules.rnn, "_VF", PACKED),
     (torch.nn.utils.rnn, "_VF", PACKED),
+    *GRADIENTS,
 )
 """Replacements while a module is traced: owner, name and value."""
