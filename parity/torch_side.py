@@ -171,7 +171,7 @@ def _run(
         losses.append(window_loss.item())
         scales.append(scaler.get_scale())
         if watch and before:
-            micro_batches = [{name: x.numpy() for name, x in batch.items()} for batch, _ in window]
+            micro_batches = [{name: x.detach().numpy() for name, x in batch.items()} for batch, _ in window]
             after = snapshot(case, model, optimizer)
             watch(Step(micro_batches, before, losses[-1], grads, _gradients(model), after))
 

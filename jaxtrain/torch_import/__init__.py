@@ -12,6 +12,7 @@ layers    finds layers that differ in their parameters alone
 repeat    loops over such layers and their stacked parameters
 linear_weights  finds the weights of linear layers
 interpret evaluates a graph in JAX
+gradients gradients within a graph
 source    writes a graph as readable JAX
 functional PyTorch's operations by name, for such source
 ops       the table of operations, a file a family

@@ -36,6 +36,11 @@ _LIKE = frozenset(
     )
 )
 """Operations that read the shape and the dtype of a tensor alone."""
+GRADIENT = "jaxtrain.gradient.default"
+"""A call of `torch.autograd.grad`: the gradients of outputs with respect to inputs, given those of the outputs. Its
+arguments are three tuples of values of the graph: outputs, inputs, and gradients of the outputs."""
+LEAF = "jaxtrain.leaf.default"
+"""A tensor from the point where it requires a gradient, as by `x.requires_grad_()`: the same values without history."""
 
 RECOMPUTED = "jaxtrain.recomputed.default"
 """An elementwise formula whose intermediate values the backward pass computes again, in low precision. Its keyword
@@ -171,11 +176,14 @@ class Captured(NamedTuple):
       graph: Its graph.
       constants: The tensors that it reads besides parameters and state, by the targets of the graph's constants.
       origins: The calls of modules around each operation of PyTorch, outermost first, by the operation's name.
+      unused: Parameters that have no gradient in PyTorch although the graph depends on them, as a bias whose energy is
+        differentiated.
     """
 
     graph: Graph
     constants: dict[str, np.ndarray]
     origins: Mapping[str, tuple[ModuleCall, ...]] = MappingProxyType({})
+    unused: frozenset[str] = frozenset()
 
 
 def references(value: Any) -> Iterator[str]:
@@ -217,11 +225,16 @@ def without_unused(graph: Graph, kept: Collection[str]) -> Graph:
     return replace(graph, nodes=tuple(reversed(nodes)))
 
 
+def has_gradient_inside(graph: Graph) -> bool:
+    """Return whether a graph differentiates the operations between two of its values, which then stay as they are."""
+    return any(node.op == GRADIENT for node in graph.nodes)
+
+
 def without_gradient(graph: Graph) -> frozenset[str]:
     """Return the names of the parameters that no output of the graph has a gradient of."""
     reached = {*references(graph.outputs)}
     for node in reversed(graph.nodes):
-        if node.name in reached and node.op != DETACH and node.op not in _LIKE and _has_gradient(node.spec):
+        if node.name in reached and node.op not in {DETACH, LEAF, *_LIKE} and _has_gradient(node.spec):
             reached.update(references((node.args, node.kwargs)))
     params = [x for x in graph.inputs if x.kind == "param"]
     # A tied weight is several inputs.

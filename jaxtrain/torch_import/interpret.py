@@ -1,16 +1,18 @@
 """Evaluate a captured graph in JAX."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.gradients import gradient
 from jaxtrain.torch_import.graph import (
     CUSTOM,
     GETITEM,
+    GRADIENT,
     RECOMPUTED,
     REPEAT,
     Graph,
@@ -74,32 +76,45 @@ def _interpret(
     for x in graph.inputs:
         value = inputs[int(x.target)] if x.kind == "input" else given[x.kind][x.target]
         values[x.name] = _as(value, x.spec)
-    for node in graph.nodes:
-        args = resolved(node.args, values.__getitem__)
-        if node.op == GETITEM:
-            values[node.name] = args[0][args[1]]
-            continue
-        if node.op == CUSTOM:
-            values[node.name] = _custom(node, args, table)
-            continue
-        if node.op == RECOMPUTED:
-            values[node.name] = _recomputed(node, args, table)
-            continue
-        if node.op == REPEAT:
-            values[node.name] = _repeated(node, args, rng, table, drawn)
-            drawn += _draws(node)
-            continue
-        kwargs = resolved(node.kwargs, values.__getitem__)
-        if node.promoted is not None:
-            args, kwargs = jax.tree.map(lambda x, to=node.promoted: _promoted(x, to), (args, kwargs))
-        if node.op in RANDOM:
-            # Each operation has a stream of its own, the same one in a loop over layers as without it.
-            kwargs["rng"] = None if rng is None else jax.random.fold_in(rng, drawn)
-            drawn += 1
-        disabled = autocast_disabled() if node.in_float32 else contextlib.nullcontext()
-        with jax.named_scope(node.module.replace(".", "/") or node.name), disabled:
-            values[node.name] = _checked(_called(table[node.op], node, args, kwargs), node)
+    places: dict[str, Any] = {}
+
+    def evaluate(nodes: Iterable[Node], values: dict[str, Any]) -> None:
+        nonlocal drawn
+        for node in nodes:
+            if node.op == GRADIENT:
+                values[node.name] = gradient(node, graph.nodes, values, evaluate)
+                continue
+            # Within a gradient an operation draws the same numbers again.
+            is_first = node.name not in places
+            place = places.setdefault(node.name, drawn)
+            values[node.name] = _evaluated(node, values, rng, table, place)
+            if is_first and (count := _draws(node)):
+                drawn += count
+
+    evaluate(graph.nodes, values)
     return resolved(graph.outputs, values.__getitem__), {name: values[ref.name] for name, ref in graph.state.items()}
+
+
+def _evaluated(node: Node, values: Values, rng: jax.Array | None, table: Values, drawn: Any) -> Any:
+    """Evaluate a node, before which `drawn` operations drew random numbers."""
+    args = resolved(node.args, values.__getitem__)
+    if node.op == GETITEM:
+        return args[0][args[1]]
+    if node.op == CUSTOM:
+        return _custom(node, args, table)
+    if node.op == RECOMPUTED:
+        return _recomputed(node, args, table)
+    if node.op == REPEAT:
+        return _repeated(node, args, rng, table, drawn)
+    kwargs = resolved(node.kwargs, values.__getitem__)
+    if node.promoted is not None:
+        args, kwargs = jax.tree.map(lambda x, to=node.promoted: _promoted(x, to), (args, kwargs))
+    if node.op in RANDOM:
+        # Each operation has a stream of its own, the same one in a loop over layers as without it.
+        kwargs["rng"] = None if rng is None else jax.random.fold_in(rng, drawn)
+    disabled = autocast_disabled() if node.in_float32 else contextlib.nullcontext()
+    with jax.named_scope(node.module.replace(".", "/") or node.name), disabled:
+        return _checked(_called(table[node.op], node, args, kwargs), node)
 
 
 @contextlib.contextmanager

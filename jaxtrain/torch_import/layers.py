@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxtrain.torch_import.graph import Graph, Input, Node, Ref, Spec
+from jaxtrain.torch_import.graph import Graph, Input, Node, Ref, Spec, has_gradient_inside
 
 MAX_PERIOD = 8
 """Largest number of different layers that alternate; Gemma 3 has 5 with local attention for each with global."""
@@ -67,11 +67,14 @@ def find_runs(graph: Graph, frozen: Collection[str]) -> list[Run]:
 
     Layers with convolutions of images are not among them: XLA:CPU computes those within a loop four times more slowly
     (ResNet-18), and on GPUs such a loop moves more bytes.
+    A graph with `GRADIENT` has none: such a node differentiates the operations between two values of the graph.
 
     Args:
       graph: The graph.
       frozen: Names of parameters that are not trained: they do not repeat trained ones.
     """
+    if has_gradient_inside(graph):
+        return []
     finder, runs = _Finder(graph, frozen), list[Run]()
     for container in _containers(graph.nodes):
         found = finder.runs(container)

@@ -16,7 +16,7 @@ from jaxtrain.torch_import.channels_last import with_channels_last
 from jaxtrain.torch_import.doubles import refuse_float64, refuse_float64_inputs, refuse_float64_params, with_float64
 from jaxtrain.torch_import.elementwise import with_recomputed_formulas
 from jaxtrain.torch_import.function import GraphModel, Key, Params, refuse_beyond_int32
-from jaxtrain.torch_import.graph import Graph, Node, without_gradient
+from jaxtrain.torch_import.graph import Graph, Node, has_gradient_inside, without_gradient
 from jaxtrain.torch_import.grouped_queries import with_grouped_queries
 from jaxtrain.torch_import.insertion_order import check_leaves, in_order, order_of
 from jaxtrain.torch_import.integers import with_int64
@@ -114,7 +114,7 @@ class ImportedModel(GraphModel):
         self._dtype, self._compared = key.dtype, set[bool]()
         plain = self._exported(key)
         self._refuse_float64(key, given)
-        self._frozen_tensors |= without_gradient(plain.graph)
+        self._frozen_tensors |= without_gradient(plain.graph) | plain.unused
         self._changed = frozenset(plain.graph.state)
         if not unroll:
             self._stacks = find_stacks(plain.graph, self._frozen_tensors)
@@ -317,7 +317,9 @@ class ImportedModel(GraphModel):
         """Return the graph of a forward pass with the parameters of PyTorch, as JAX evaluates it."""
         captured = self._traced(key)
         constants = {**self._buffers, **captured.constants}
-        graph = with_grouped_queries(with_causal_attention(captured.graph, constants, self._ops), self._ops)
+        graph = captured.graph
+        if not has_gradient_inside(graph):
+            graph = with_grouped_queries(with_causal_attention(graph, constants, self._ops), self._ops)
         graph = with_float64(with_int64(graph, constants, self._ops), self._ops)
         refuse_float64(graph)
         return captured._replace(graph=graph)
@@ -375,6 +377,8 @@ class ImportedModel(GraphModel):
         """Return a graph that takes the stacked parameters, has channels last and computes cheap formulas again."""
         # After the loops: a formula of a layer has names of its own, by which layers would differ.
         looped = self._looped(exported)
+        if has_gradient_inside(looped.graph):
+            return looped
         return looped._replace(graph=with_recomputed_formulas(with_channels_last(looped.graph, self._ops)))
 
     def _looped(self, exported: "Captured") -> "Captured":

@@ -20,6 +20,7 @@ from jaxtrain.torch_import.function import GraphModel, Key, Params
 from jaxtrain.torch_import.graph import (
     CUSTOM,
     GETITEM,
+    GRADIENT,
     RECOMPUTED,
     REPEAT,
     Captured,
@@ -146,7 +147,7 @@ def load_imported(folder: Path | str, *, ops: Mapping[str, Callable[..., Any]] |
         operations = {op for entry in contents["graphs"] for op in _operations(entry["graph"])}
     except INVALID as error:
         raise _invalid(path / GRAPHS, error) from error
-    if missing := sorted(operations - TABLE.keys() - {CUSTOM, GETITEM, RECOMPUTED, REPEAT} - {*(ops or {})}):
+    if missing := sorted(operations - TABLE.keys() - {CUSTOM, GETITEM, GRADIENT, RECOMPUTED, REPEAT} - {*(ops or {})}):
         raise UserError(
             f'{path} has the operation {missing[0]}, which has no function here: pass ops={{"{missing[0]}": function}}'
         )

@@ -5,6 +5,8 @@ copying    copies whose functions refer to the copy
 placing    where each tensor that a module reads comes from
 tracing    how `torch.export` traces
 functions  functions that are traced in another form
+gradients  gradients inside forward
+lifted     constants of the passes of autograd.Function
 packed     packed sequences, which stay padded
 finite     checks for finite numbers
 in_float64 code that asks for float32, in float64

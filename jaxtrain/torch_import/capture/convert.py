@@ -11,9 +11,10 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dty
 from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.autocast import MARKS, unmarked
+from jaxtrain.torch_import.capture.lifted import Function
 from jaxtrain.torch_import.capture.origins import origins_of
 from jaxtrain.torch_import.capture.structure import dtype_name
-from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Captured, Dtype, Graph, Input, Node, Ref, Spec
+from jaxtrain.torch_import.graph import CUSTOM, GETITEM, GRADIENT, Captured, Dtype, Graph, Input, Node, Ref, Spec
 from jaxtrain.torch_import.layers import mapped
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal, source_line
@@ -36,7 +37,7 @@ def converted(
     result: Any,
     aliases: Mapping[str, str],
     known: Collection[str],
-    functions: Mapping[int, dict[str, Any]],
+    functions: Mapping[int, Function],
 ) -> Captured:
     """Return the graph of an exported program.
 
@@ -45,7 +46,7 @@ def converted(
       result: Structure that its flat outputs fill, with `Leaf` for each.
       aliases: First name of each parameter and buffer, by each of its names.
       known: Operations that have a function.
-      functions: Keyword arguments of each `CUSTOM` node, by its number.
+      functions: Calls of `torch.autograd.Function`, by number.
 
     Returns:
       The graph, with the tensors that are neither parameters nor buffers, and the calls around each operation.
@@ -58,6 +59,8 @@ def converted(
     ]
     nodes, values = unmarked(given)
     state, outputs = mapped(_results(exported, aliases), lambda ref: Ref(values.get(ref.name, ref.name)))
+    for function in functions.values():
+        inputs, constants = (*inputs, *function.inputs), {**constants, **function.constants}
     return Captured(Graph(inputs, tuple(nodes), _filled(result, outputs), state), constants, origins_of(exported))
 
 
@@ -134,12 +137,13 @@ def _own_name(target: str) -> str:
     return target.removeprefix("module.")
 
 
-def _custom(node: torch.fx.Node, functions: Mapping[int, dict[str, Any]]) -> Node:
+def _custom(node: torch.fx.Node, functions: Mapping[int, Function]) -> Node:
     """Return the node of a call of `torch.autograd.Function`."""
     number, tensors = cast(tuple[int, Any], node.args)
     spec = _specs(node.meta["val"], node)
-    operands = _argument(tensors, node)
-    return Node(node.name, CUSTOM, operands, functions[number], spec, module=_module(node), source=source_of(node))
+    function = functions[number]
+    operands = (*_argument(tensors, node), *(Ref(x.name) for x in function.inputs))
+    return Node(node.name, CUSTOM, operands, function.kwargs, spec, module=_module(node), source=source_of(node))
 
 
 def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
@@ -152,7 +156,7 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
     if key.startswith("aten.as_strided") and not _is_whole(node.all_input_nodes[0].meta["val"]):
         raise refusal("as_strided of a view", "call contiguous() first", source)
     is_operation = isinstance(node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
-    is_known = key in known or key in (GETITEM, *MARKS)
+    is_known = key in known or key in (GETITEM, GRADIENT, *MARKS)
     if not is_known and not is_operation:
         raise refusal(
             "a tensor's value is used as a Python number", "use tensors, or pass the number by itself", source

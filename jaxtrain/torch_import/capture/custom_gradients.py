@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
+from jaxtrain.torch_import.capture.gradients import add_node, user_line
 from jaxtrain.torch_import.graph import CUSTOM
 from jaxtrain.torch_import.refusals import refusal, source_line
 
@@ -33,15 +35,24 @@ def _outputs(number: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]
 def recorded_calls() -> Iterator[list["Call"]]:
     """Make each call of `Function.apply` one operation while entered, and list the calls."""
     calls: list[Call] = []
+    original = torch.autograd.Function.__dict__["apply"].__func__
 
     def apply(cls: Any, *args: Any) -> Any:
         stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
         if cls is torch.utils.checkpoint.CheckpointFunction:
             return _checkpointed(*args, source=source_line(stack))
-        calls.append(Call(cls, args, source_line(stack)))
+        call, number = Call(cls, args, source_line(stack)), len(calls)
+        calls.append(call)
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        outputs = torch.ops.jaxtrain.custom_function(len(calls) - 1, tensors)
-        return outputs[0] if calls[-1].single else tuple(outputs)
+        # Of the function itself the results know their gradients, which `torch.autograd.grad` may ask for.
+        with disable_proxy_modes_tracing():
+            call.forward(tensors)
+            result = original(cls, *args)
+            results = (result,) if call.single else tuple(result)
+            outputs = [x.view_as(x) if any(x is y for y in tensors) else x for x in results]
+        add_node(torch.ops.jaxtrain.custom_function.default, (number, tensors), outputs)
+        kept = tuple(x.detach() if i in call.constant else x for i, x in enumerate(outputs))
+        return kept[0] if call.single else kept
 
     token = _CALLS.set(calls)
     try:
@@ -94,6 +105,7 @@ class Call:
       single: Whether `forward` returns one tensor, not a tuple.
       outputs: Number of tensors that `forward` returns.
       floating: Whether each of them is floating-point.
+      constant: Places of the outputs that `forward` marks as not differentiable.
       has_gradient: Whether `backward` returns a gradient, for each tensor of the arguments; known once it was traced.
     """
 
@@ -102,6 +114,7 @@ class Call:
         self._others = [None if isinstance(x, torch.Tensor) else x for x in args]
         self._places = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
         self.single, self.outputs, self.floating = True, 1, [True]
+        self.constant = frozenset[int]()
         self.has_gradient = [True] * len(self._places)
         self._saved: list[bool] = []
         self._attributes: dict[str, Any] = {}
@@ -133,7 +146,10 @@ class Call:
         self.single = isinstance(result, torch.Tensor)
         outputs = (result,) if self.single else tuple(result)
         self.outputs, self.floating = len(outputs), [x.is_floating_point() for x in outputs]
+        marked = {id(x) for x in context.non_differentiable}
+        self.constant = frozenset(i for i, x in enumerate(outputs) if id(x) in marked)
         self._saved = [x is not None for x in context.saved_tensors]
+        del context.non_differentiable
         # A tensor as an attribute is saved as well; only its name outlives this trace.
         self._attributes = {k: None if isinstance(v, torch.Tensor) else v for k, v in vars(context).items()}
         self._named = [k for k, v in vars(context).items() if isinstance(v, torch.Tensor)]
@@ -173,15 +189,19 @@ class _Context:
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
         self.saved_tensors: tuple[torch.Tensor | None, ...] = ()
+        self.non_differentiable: tuple[torch.Tensor, ...] = ()
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         self.saved_tensors = tensors
 
     def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
-        """Such outputs receive zeros in `backward`, as here."""
+        self.non_differentiable = tensors
+
+    def save_for_forward(self, *tensors: torch.Tensor | None) -> None:
+        """Of forward-mode gradients, which `backward` does not read."""
 
     def set_materialize_grads(self, value: bool) -> None:
         """Missing gradients are zeros here, whatever is set."""
 
     def mark_dirty(self, *tensors: torch.Tensor) -> None:
-        raise refusal("an autograd.Function changes its input in place", "return a new tensor")
+        raise refusal("an autograd.Function changes its input in place", "return a new tensor", user_line())

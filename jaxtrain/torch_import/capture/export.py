@@ -20,12 +20,14 @@ from jaxtrain.torch_import.capture.attributes import attributes_of, changed, ref
 from jaxtrain.torch_import.capture.autocast import Calls, calls_under_autocast, marked, without_marks_of_changed
 from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, source_of, spec_of
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
+from jaxtrain.torch_import.capture.gradients import refuse_lost_gradients, refuse_saved_results, unused_parameters
 from jaxtrain.torch_import.capture.in_float64 import in_float64
+from jaxtrain.torch_import.capture.lifted import Function, with_lifted_constants
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
 from jaxtrain.torch_import.capture.placing import Placing
 from jaxtrain.torch_import.capture.structure import Structure, captured_dtype, in_mode
 from jaxtrain.torch_import.capture.tracing import tracing
-from jaxtrain.torch_import.graph import Captured, Graph, ModuleCall, Spec
+from jaxtrain.torch_import.graph import Captured, ModuleCall, Spec
 from jaxtrain.torch_import.insertion_order import check_keys
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import first_line, refusal, source_line
@@ -63,12 +65,14 @@ def capture(
     known = ops | TABLE.keys()
     result: Any = None
     assigned: list[str] = []
+    unused: frozenset[str] = frozenset()
 
     def flat(module: torch.nn.Module, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        nonlocal result
+        nonlocal result, unused
         tensors: list[torch.Tensor] = []
         before = attributes_of(module)
         result = _plain(call(module, leaves), tensors)
+        unused = unused_parameters(module, tensors)
         # Afterwards `torch.export` sets attributes back.
         assigned.extend(changed(before, attributes_of(module)))
         return tuple(tensors)
@@ -90,7 +94,9 @@ def capture(
         captured = converted(exported, result, {**structure.aliases, **structure.buffers}, known, functions)
         for name in captured.graph.state.keys() & structure.shared.keys():
             raise refusal(f"buffers {name!r} and {structure.shared[name]!r} share memory and change", "clone one")
-        captured = captured._replace(origins={**captured.origins, **origins})
+        refuse_lost_gradients(captured.graph)
+        refuse_saved_results(captured.graph)
+        captured = captured._replace(origins={**captured.origins, **origins}, unused=unused)
         return captured, Program(program, result, calls, traced.draws)
 
     def traced() -> Captured:
@@ -126,7 +132,7 @@ def capture(
 
 def _run(forward: "_Forward", leaves: tuple[torch.Tensor, ...], structure: Structure) -> None:
     with tracing(), structure.mode:
-        forward(*leaves)
+        forward(*(x.detach() for x in leaves))
 
 
 def _fakes(specs: Sequence[Spec], structure: Structure) -> tuple[torch.Tensor, ...]:
@@ -136,7 +142,8 @@ def _fakes(specs: Sequence[Spec], structure: Structure) -> tuple[torch.Tensor, .
 
 def _program(module: torch.nn.Module, leaves: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
     """Return the program of a module, with operations in place."""
-    exported = torch.export.export(module, leaves, strict=False)
+    # Of its own: forward may make them require a gradient.
+    exported = torch.export.export(module, tuple(x.detach() for x in leaves), strict=False)
     detach_regions_without_gradient(exported)
     without_marks_of_changed(exported)
     _remove_unused_buffers(exported)
@@ -178,29 +185,22 @@ def _custom_functions(
     placing: Placing,
     structure: Structure,
     known: Collection[str],
-) -> tuple[dict[int, dict[str, Any]], Origins]:
-    """Return the keyword arguments of each `CUSTOM` node, by the number of its call, and the origins of its passes."""
-    functions, origins = {}, dict[str, tuple[ModuleCall, ...]]()
+) -> tuple[dict[int, Function], Origins]:
+    """Return each call of a function of its own gradient, by its number, and the origins of its passes."""
+    functions, origins = dict[int, Function](), dict[str, tuple[ModuleCall, ...]]()
     operation = torch.ops.jaxtrain.custom_function.default
     for node in exported.graph_module.graph.find_nodes(op="call_function", target=operation):
         call = calls[node.args[0]]
         given = [spec_of(x.meta["val"], x) for x in node.args[1]]
         with tracing(), inlined_calls():
-            forward, forward_origins = _pass(call.forward, given, call.source, placing, structure, known)
-            specs = {x.name: x.spec for x in forward.nodes if isinstance(x.spec, Spec)}
-            outputs = [specs[ref.name] for ref in forward.outputs]
+            forward = _pass(call.forward, given, placing, structure, known)
+            specs = {x.name: x.spec for x in forward.graph.nodes if isinstance(x.spec, Spec)}
+            outputs = [specs[ref.name] for ref in forward.graph.outputs]
             grads = [spec for spec, floating in zip(outputs, call.floating, strict=False) if floating]
-            backward, backward_origins = _pass(
-                call.backward, [*outputs[call.outputs :], *grads], call.source, placing, structure, known
-            )
-        functions[node.args[0]] = {
-            "forward": forward,
-            "backward": backward,
-            "outputs": call.outputs,
-            "has_gradient": tuple(call.has_gradient),
-            **call.names(),
-        }
-        for name, found in (("forward", forward_origins), ("backward", backward_origins)):
+            backward = _pass(call.backward, [*outputs[call.outputs :], *grads], placing, structure, known)
+        names = {"outputs": call.outputs, "has_gradient": tuple(call.has_gradient), **call.names()}
+        functions[node.args[0]] = with_lifted_constants(node.name, forward, backward, names, len(outputs))
+        for name, found in (("forward", forward.origins), ("backward", backward.origins)):
             origins |= {f"{node.name}.{name}.{operation}": calls for operation, calls in found.items()}
     return functions, origins
 
@@ -208,19 +208,21 @@ def _custom_functions(
 def _pass(
     fn: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
     given: Sequence[Spec],
-    source: str,
     placing: Placing,
     structure: Structure,
     known: Collection[str],
-) -> tuple[Graph, Origins]:
-    """Return the graph of a function of tensors, and where its operations come from."""
+) -> Captured:
+    """Return the graph of a function of tensors."""
     module = _Forward(torch.nn.Module(), lambda _, leaves: fn(leaves), placing)
     exported = _decomposed(_program(module, _fakes(given, structure)), known)
     places = tuple(Leaf(i) for i, _ in enumerate(exported.graph_signature.user_outputs))
-    graph, constants, origins = converted(exported, places, {}, known, {})
-    if constants or any(node.op in RANDOM for node in graph.nodes):
-        raise refusal("an autograd.Function has tensors or random numbers of its own", "pass them as arguments", source)
-    return graph, origins
+    captured = converted(exported, places, {}, known, {})
+    for node in captured.graph.nodes:
+        if node.op in RANDOM:
+            raise refusal(
+                "an autograd.Function draws random numbers", "draw them before and pass them to apply", node.source
+            )
+    return captured
 
 
 class _Forward(torch.nn.Module):

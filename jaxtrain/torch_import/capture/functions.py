@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import _reduction
 
+from jaxtrain.torch_import.capture.gradients import GRADIENTS
 from jaxtrain.torch_import.capture.packed import PACKED
 from jaxtrain.torch_import.refusals import refusal, source_line
 
@@ -180,13 +181,6 @@ def _item(self: torch.Tensor) -> Any:
 _number = torch.Tensor.item
 
 
-def _gradient(*_: Any, **__: Any) -> Any:
-    stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
-    raise refusal(
-        "torch.autograd.grad inside forward", "compute the gradient in the loss, by jax.grad", source_line(stack)
-    )
-
-
 def _register_hook(self: torch.Tensor, hook: Any) -> Any:
     stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
     raise refusal(
@@ -219,9 +213,9 @@ FUNCTIONS: tuple[tuple[Any, str, Any], ...] = (
     (torch.Tensor, "item", _item),
     (torch.Tensor, "data", _Data()),
     (torch.Tensor, "register_hook", _register_hook),
-    (torch.autograd, "grad", _gradient),
     (torch.nn.modules.batchnorm._BatchNorm, "forward", _batch_norm),
     (torch.nn.modules.rnn, "_VF", PACKED),
     (torch.nn.utils.rnn, "_VF", PACKED),
+    *GRADIENTS,
 )
 """Replacements while a module is traced: owner, name and value."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from jaxtrain.torch_import.capture.convert import key_of, source_of
+from jaxtrain.torch_import.graph import DETACH, LEAF
 from jaxtrain.torch_import.refusals import refusal
 
 
@@ -14,6 +15,7 @@ def detach_regions_without_gradient(exported: torch.export.ExportedProgram) -> N
     """Detach what regions under `torch.no_grad` compute, in place."""
     graph, trained = exported.graph_module.graph, _depending_on_parameters(exported)
     _refuse_changes_of_detached(graph, trained)
+    _refuse_changes_before_gradients(exported.graph_module)
     for node in list(graph.nodes):
         if key_of(node.target) != "wrap_with_set_grad_enabled":
             continue
@@ -22,6 +24,7 @@ def detach_regions_without_gradient(exported: torch.export.ExportedProgram) -> N
             continue
         body = getattr(exported.graph_module, region.target).graph
         _refuse_changes_without_gradient(body, operands, node, trained)
+        _detach_for_regions_with_gradient(body)
         results = body.output_node().args[0]
         for user in list(node.users):
             if user.target is operator.getitem and results[user.args[1]].op != "placeholder":
@@ -32,12 +35,58 @@ def detach_regions_without_gradient(exported: torch.export.ExportedProgram) -> N
     exported.graph_module.recompile()
 
 
+def _detach_for_regions_with_gradient(body: Any) -> None:
+    """Detach what a body under `torch.no_grad` computes for the regions under `torch.enable_grad` in it."""
+    for node in list(body.nodes):
+        if key_of(node.target) != "wrap_with_set_grad_enabled" or not node.args[0]:
+            continue
+        for operand in node.args[2:]:
+            if operand.op == "call_function" and isinstance(operand.meta.get("val"), torch.Tensor):
+                with body.inserting_before(node):
+                    detached = body.call_function(torch.ops.aten.detach.default, (operand,))
+                detached.meta = dict(operand.meta)
+                node.replace_input_with(operand, detached)
+
+
+def _refuse_changes_before_gradients(module: torch.fx.GraphModule) -> None:
+    """Refuse operations in place on a tensor between its uses and `torch.autograd.grad` with respect to it.
+
+    Later uses read another value of the graph, or another view of one.
+    """
+    for part in module.modules():
+        graph = part.graph if isinstance(part, torch.fx.GraphModule) else torch.fx.Graph()
+        place = {node: i for i, node in enumerate(graph.nodes)}
+        for node in graph.find_nodes(op="call_function", target=torch.ops.jaxtrain.gradient.default):
+            for given in node.args[1]:
+                *views, root = _aliases(given)
+                between = [x for x in graph.nodes if place[given] < place[x] < place[node]]
+                changes = [x for x in between if any(list(_aliases(y))[-1] is root for y in _changed(x))]
+                earlier = [x for x in given.users if changes and place[x] < place[changes[-1]]]
+                if changes and (views or not _reached(earlier).isdisjoint(node.args[0])):
+                    raise refusal(
+                        "a tensor is changed in place before torch.autograd.grad with respect to it",
+                        "change a clone",
+                        source_of(changes[-1]) or source_of(node),
+                    )
+
+
+def _reached(nodes: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:
+    """Return nodes and those that have a gradient through them."""
+    found, new = set[torch.fx.Node](), [*nodes]
+    while new:
+        node = new.pop()
+        if node not in found and key_of(node.target) not in (DETACH, LEAF):
+            found.add(node)
+            new += node.users
+    return found
+
+
 def _refuse_changes_of_detached(graph: Any, trained: Collection[Any]) -> None:
     """Refuse operations in place on `y.detach()` or `y.data`, which change y behind the back of its gradient."""
     for node in graph.nodes:
         for tensor in _changed(node):
             *aliases, root = _aliases(tensor)
-            if root in trained and any(key_of(x.target) == "aten.detach.default" for x in aliases):
+            if root in trained and any(key_of(x.target) == DETACH for x in aliases):
                 raise refusal(
                     "a tensor with a gradient is changed in place by its data", "change a clone", source_of(node)
                 )
@@ -83,7 +132,7 @@ def _depending_on_parameters(exported: torch.export.ExportedProgram) -> set[torc
         if node.op == "placeholder":
             depends = node.name in params and node.meta["val"].requires_grad
         else:
-            depends = any(x in found for x in node.all_input_nodes) and key_of(node.target) != "aten.detach.default"
+            depends = any(x in found for x in node.all_input_nodes) and key_of(node.target) not in (DETACH, LEAF)
             value = node.meta.get("val")
             depends &= not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
         if depends:

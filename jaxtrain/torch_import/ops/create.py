@@ -10,6 +10,8 @@ import numpy as np
 from jaxtrain.torch_import.ops.registry import op, ops
 from jaxtrain.transforms import in_float32
 
+op("leaf.default", library="jaxtrain")(jax.lax.stop_gradient)
+
 ops(
     {
         "zeros.default empty.memory_format empty_permuted.default empty_strided.default": (

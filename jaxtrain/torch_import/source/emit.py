@@ -11,7 +11,18 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import TorchParam
-from jaxtrain.torch_import.graph import CUSTOM, REPEAT, SELECT, Graph, Input, Spec, dtype_of, references, without_unused
+from jaxtrain.torch_import.graph import (
+    CUSTOM,
+    GRADIENT,
+    REPEAT,
+    SELECT,
+    Graph,
+    Input,
+    Spec,
+    dtype_of,
+    references,
+    without_unused,
+)
 from jaxtrain.torch_import.interpret import pytorchs_promotion
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.ops.int64 import rounds
@@ -106,6 +117,11 @@ def _programs(model: Model, params: Any, state: Any, batch: Any) -> list[Any]:
 
 def _check(captured: Pass) -> None:
     """Raise an error for what cannot be written."""
+    for node in captured.graph.nodes:
+        if node.op == GRADIENT:
+            raise refusal(
+                "the source of a gradient inside forward cannot be written", "use the imported model", node.source
+            )
     read = {*references([(node.args, node.kwargs) for node in captured.graph.nodes])}
     for x in captured.graph.inputs:
         if x.kind == "constant" and isinstance(captured.buffers[x.target], jax.ShapeDtypeStruct):
