@@ -19,6 +19,7 @@ from jaxtrain.torch_import.capture.autocast import Calls, calls_under_autocast, 
 from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, spec_of
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
 from jaxtrain.torch_import.capture.in_float64 import in_float64
+from jaxtrain.torch_import.capture.known_values import fold_known_shapes
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
 from jaxtrain.torch_import.capture.structure import Structure, in_mode
 from jaxtrain.torch_import.capture.tracing import tracing
@@ -122,7 +123,9 @@ def _exported(
     exported = torch.export.export(module, leaves, strict=False)
     detach_regions_without_gradient(exported)
     without_marks_of_changed(exported)
-    return exported.run_decompositions(_decompositions(known))
+    exported = exported.run_decompositions(_decompositions(known))
+    fold_known_shapes(exported)
+    return exported
 
 
 def _custom_functions(

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.export import _trace
 
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.finite import AssumedFinite
 from jaxtrain.torch_import.capture.functions import FUNCTIONS
+from jaxtrain.torch_import.capture.known_values import KNOWN_VALUES
 from jaxtrain.torch_import.refusals import refusal, source_line
 
 
@@ -24,7 +26,7 @@ def tracing() -> Iterator[None]:
     # Checks of values, which a graph cannot contain.
     unchecked = replaced(torch.distributions.Distribution, "_validate_args", False)
     with _quiet(), _whole_stack_traces(), _without_python_randomness(), unchecked, contextlib.ExitStack() as patches:
-        for owner, name, function in FUNCTIONS:
+        for owner, name, function in (*FUNCTIONS, *KNOWN_VALUES):
             patches.enter_context(replaced(owner, name, function))
         patches.enter_context(AssumedFinite())
         yield
@@ -35,12 +37,15 @@ def _quiet() -> Iterator[None]:
     """Leave out the warnings and logs that `torch.export` writes about its own internals."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
+    # Of a failure it prints the graph to stderr.
+    vars(_trace)["print"] = lambda *_, **__: None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
+        vars(_trace).pop("print", None)
 
 
 @contextlib.contextmanager
