@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -143,3 +144,46 @@ def test_what_a_value_reaches_is_unknown(change: str, read: str, capfd: pytest.C
     assert "ops=" not in str(caught.value)
     assert "\n" not in str(caught.value)
     assert capfd.readouterr().err == ""
+
+
+BELOW: dict[str, Callable[[Tensor], Tensor]] = {
+    "argmax": lambda x: torch.bincount(x.argmax(1), minlength=N),
+    "topk": lambda x: x.topk(2, dim=-1)[1].flatten().bincount(minlength=N),
+    "more bins": lambda x: torch.bincount(x.topk(2)[1][:, 0], minlength=N + 2),
+    "weights": lambda x: torch.bincount(x.argmin(0), weights=x[0].detach(), minlength=N),
+    "remainder": lambda x: torch.bincount(x[0].mul(9).long() % 4, None, 4),
+    "argsort": lambda x: x.argsort(1)[0].bincount(None, N),
+    "clamp": lambda x: torch.bincount(x[0].mul(5).long().clamp(0, 2), minlength=3),
+    "bool": lambda x: torch.bincount((x[0] > 0).long(), minlength=2),
+}
+
+
+def test_bins_of_values_that_are_below_their_number() -> None:
+    def fn(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(count(x * self.w).to(x) * self.w.sum() for count in BELOW.values())
+
+    differences, model = compared(Function(fn), batch_of(N, N), train=False)
+    assert max(differences) < 1e-12
+    with jax.enable_x64():
+        found = model(model.params, -batch_of(N, N))[0]
+    expected = fn(Function(fn), torch.tensor(-batch_of(N, N)))
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), theirs.detach().numpy())
+
+
+ABOVE: dict[str, Callable[[Tensor], Tensor]] = {
+    "inputs": lambda x: torch.bincount(x, minlength=N),
+    "few bins": lambda x: torch.bincount(x.float().view(1, -1).repeat(2, 1).argmax(1), minlength=N),
+    "written": lambda x: torch.bincount((x % N).index_add(0, torch.tensor([0]), x[:1]), minlength=N),
+    "no bins": lambda x: torch.bincount(x % N),
+}
+
+
+@pytest.mark.parametrize("name", ABOVE)
+def test_bins_that_may_be_too_few_are_refused(name: str) -> None:
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return ABOVE[name](x) * 1.0
+
+    with pytest.raises(UserError, match=r"value.*test_constant_values\.py:\d+.*one_hot"):
+        from_torch(Module().eval(), np.arange(5))

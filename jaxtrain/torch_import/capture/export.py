@@ -16,6 +16,7 @@ from torch.utils import _pytree
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.attributes import attributes_of, changed, refuse_state
 from jaxtrain.torch_import.capture.autocast import Calls, calls_under_autocast, marked, without_marks_of_changed
+from jaxtrain.torch_import.capture.bincount import check_bins
 from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, spec_of
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
 from jaxtrain.torch_import.capture.in_float64 import in_float64
@@ -125,6 +126,7 @@ def _exported(
     without_marks_of_changed(exported)
     exported = exported.run_decompositions(_decompositions(known))
     fold_known_shapes(exported)
+    check_bins(exported)
     return exported
 
 

@@ -126,10 +126,11 @@ _INDEXED = frozenset(
 
 def has_shape_of_values(node: torch.fx.Node) -> bool:
     """Return whether the shape of an operation's result depends on the values of its arguments."""
+    args: Any = node.args
     if node.target is _ATEN.one_hot.default:
-        return len(node.args) < 2 or node.args[1] == -1
+        return len(args) < 2 or bool(args[1] == -1)
     if node.target in _INDEXED:
-        return node.target is _ATEN.index.Tensor and any(map(_is_mask_node, node.args[1]))
+        return node.target is _ATEN.index.Tensor and any(map(_is_mask_node, args[1]))
     return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
 
 
@@ -185,8 +186,9 @@ def _evaluated(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
     if node.target in _FILLED:
         like = node.meta["val"]
         return torch.full(like.shape, _FILLED[node.target](*node.args), dtype=like.dtype)
+    target: Any = node.target
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-    return node.target(*args, **kwargs)
+    return target(*args, **kwargs)
 
 
 def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch.export import _trace
 
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture.bincount import BINCOUNT
 from jaxtrain.torch_import.capture.finite import AssumedFinite
 from jaxtrain.torch_import.capture.functions import FUNCTIONS
 from jaxtrain.torch_import.capture.known_values import KNOWN_VALUES
@@ -26,7 +27,7 @@ def tracing() -> Iterator[None]:
     # Checks of values, which a graph cannot contain.
     unchecked = replaced(torch.distributions.Distribution, "_validate_args", False)
     with _quiet(), _whole_stack_traces(), _without_python_randomness(), unchecked, contextlib.ExitStack() as patches:
-        for owner, name, function in (*FUNCTIONS, *KNOWN_VALUES):
+        for owner, name, function in (*FUNCTIONS, *KNOWN_VALUES, *BINCOUNT):
             patches.enter_context(replaced(owner, name, function))
         patches.enter_context(AssumedFinite())
         yield
