@@ -29,7 +29,7 @@ def names(text: str) -> frozenset[str]:
 
 _OF_INDICES = names(
     "argmax argmin argsort searchsorted bucketize nonzero_static tril_indices triu_indices count_nonzero "
-    "multinomial randperm"
+    "multinomial randperm bincount"
 )
 _SELECTING = names(
     "index _unsafe_index gather take_along_dim index_select take embedding scatter index_copy slice_scatter "

@@ -9,6 +9,8 @@ gradients  gradients inside forward
 lifted     constants of the passes of autograd.Function
 packed     packed sequences, which stay padded
 finite     checks for finite numbers
+known_values  tensors computed from constants
+bincount   histograms with a fixed number of bins
 in_float64 code that asks for float32, in float64
 attributes what forward assigns besides buffers
 export     the capture

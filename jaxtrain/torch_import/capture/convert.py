@@ -10,6 +10,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dty
 
 from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture import known_values
 from jaxtrain.torch_import.capture.autocast import MARKS, unmarked
 from jaxtrain.torch_import.capture.lifted import Function
 from jaxtrain.torch_import.capture.origins import origins_of
@@ -52,11 +53,18 @@ def converted(
       The graph, with the tensors that are neither parameters nor buffers, and the calls around each operation.
     """
     inputs, constants = _inputs(exported, aliases)
+    needed = [node for node in _needed(exported.graph_module.graph) if node.op == "call_function"]
+    folded = {node.name: node.meta["val"] for node in needed if node.target is known_values.known}
     given = [
         _custom(node, functions) if key_of(node.target) == CUSTOM else _node(node, known)
-        for node in _needed(exported.graph_module.graph)
-        if node.op == "call_function"
+        for node in needed
+        if node.name not in folded
     ]
+    inputs += tuple(
+        Input(name, "constant", f"{name}.value", Spec(tuple(x.shape), dtype_name(x.dtype)))
+        for name, x in folded.items()
+    )
+    constants |= {f"{name}.value": tensor_to_numpy(x) for name, x in folded.items()}
     nodes, values = unmarked(given)
     state, outputs = mapped(_results(exported, aliases), lambda ref: Ref(values.get(ref.name, ref.name)))
     for function in functions.values():
@@ -161,6 +169,8 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
         raise refusal(
             "a tensor's value is used as a Python number", "use tensors, or pass the number by itself", source
         )
+    if not is_known and known_values.has_shape_of_values(node):
+        raise _unknown_shape(node)
     if not is_known:
         raise refusal(f"{key} has no JAX counterpart", 'pass ops={"' + key + '": function}', source)
     return Node(
@@ -219,9 +229,18 @@ def spec_of(value: torch.Tensor, node: torch.fx.Node) -> Spec:
 
 
 def _unknown_shape(node: torch.fx.Node) -> UserError:
-    return refusal(
-        "a shape depends on a tensor's value", "use a mask of fixed shape, as torch.where does", source_of(node)
-    )
+    packet = key_of(node.target).split(".")[1:2]
+    remedy = _OF_FIXED_SHAPE.get("".join(packet), "use a mask of fixed shape, as torch.where does")
+    return refusal("a shape depends on a tensor's value", remedy, source_of(node))
+
+
+_OF_FIXED_SHAPE = {
+    "nonzero": "use torch.where with three arguments, or torch.nonzero_static with a size",
+    "one_hot": "give F.one_hot its number of classes",
+    "bincount": "use F.one_hot(x, n).sum(0)",
+    "repeat_interleave": "use torch.nonzero_static or torch.searchsorted with a fixed number of rows",
+}
+"""Remedies, by the operation whose shape is not known."""
 
 
 def source_of(node: torch.fx.Node) -> str:

@@ -18,10 +18,12 @@ from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.agreement import Beside, Program, refuse_disagreement
 from jaxtrain.torch_import.capture.attributes import attributes_of, changed, refuse_state
 from jaxtrain.torch_import.capture.autocast import Calls, calls_under_autocast, marked, without_marks_of_changed
+from jaxtrain.torch_import.capture.bincount import check_bins
 from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, source_of, spec_of
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
 from jaxtrain.torch_import.capture.gradients import refuse_lost_gradients, refuse_saved_results, unused_parameters
 from jaxtrain.torch_import.capture.in_float64 import in_float64
+from jaxtrain.torch_import.capture.known_values import fold_known_shapes
 from jaxtrain.torch_import.capture.lifted import Function, with_lifted_constants
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
 from jaxtrain.torch_import.capture.placing import Placing
@@ -164,11 +166,14 @@ def _remove_unused_buffers(exported: torch.export.ExportedProgram) -> None:
 def _decomposed(program: torch.export.ExportedProgram, known: Collection[str]) -> torch.export.ExportedProgram:
     """Return the program of the operations that are known, none of which is in place."""
     try:
-        return program.run_decompositions(_decompositions(known))
+        exported = program.run_decompositions(_decompositions(known))
     except RuntimeError as error:
         if found := re.match(r"Constant (\S+) is mutated", str(error)):
             raise _changed_constant(program, found[1]) from error
         raise
+    fold_known_shapes(exported)
+    check_bins(exported)
+    return exported
 
 
 def _changed_constant(exported: torch.export.ExportedProgram, target: str) -> UserError:

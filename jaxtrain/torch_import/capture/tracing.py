@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.export import _trace
 
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture.bincount import BINCOUNT
 from jaxtrain.torch_import.capture.finite import AssumedFinite
 from jaxtrain.torch_import.capture.functions import FUNCTIONS
+from jaxtrain.torch_import.capture.known_values import KNOWN_VALUES
 from jaxtrain.torch_import.capture.reached import GLOBAL, same_state
 from jaxtrain.torch_import.refusals import is_internal, refusal, source_line
 
@@ -42,7 +45,7 @@ def tracing() -> Iterator[Traced]:
     unchecked = replaced(torch.distributions.Distribution, "_validate_args", False)
     traced, states = Traced(), [x.state for x in GLOBAL]
     with quiet(), _whole_stack_traces(), _without_randomness(), unchecked, contextlib.ExitStack() as patches:
-        for owner, name, function in FUNCTIONS:
+        for owner, name, function in (*FUNCTIONS, *KNOWN_VALUES, *BINCOUNT):
             patches.enter_context(replaced(owner, name, function))
         patches.enter_context(AssumedFinite())
         errors = patches.enter_context(_errors_of_values())
@@ -92,12 +95,15 @@ def quiet() -> Iterator[None]:
     """Leave out the warnings and logs that `torch.export` writes about its own internals."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
+    # Of a failure it prints the graph to stderr.
+    vars(_trace)["print"] = lambda *_, **__: None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
+        vars(_trace).pop("print", None)
 
 
 @contextlib.contextmanager

@@ -88,6 +88,15 @@ def put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = Fa
     return (places.add(values) if accumulate else places.set(values, unique_indices=True)).reshape(x.shape)
 
 
+@op("bincount.default", library="jaxtrain")
+def bincount(x: jax.Array, weights: jax.Array | None, minlength: int) -> jax.Array:
+    """Numbers of the values below `minlength`, or sums of their weights, without gradient."""
+    if weights is None:
+        return jnp.zeros(minlength, int).at[x].add(1)
+    dtype = weights.dtype if weights.dtype == jnp.float32 else jnp.float64
+    return jnp.zeros(minlength, jax.dtypes.canonicalize_dtype(dtype)).at[x].add(lax.stop_gradient(weights))
+
+
 @op("histc.default")
 def histc(x: jax.Array, bins: int = 100, min: float = 0, max: float = 0) -> jax.Array:
     """Numbers of elements in bins of equal width, without gradient."""
