@@ -297,10 +297,11 @@ def test_a_random_network_is_imported(seed: int) -> None:
     model(model.params, np.ones((4, 6), np.float32), None, model.state)
 
 
-def test_a_float64_module_is_compared_in_float32() -> None:
-    from_torch(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.3)).double(), X.astype(np.float64))
-    with pytest.raises(UserError, match="would be drawn from once"):
-        from_torch(Reading("python_own_object", "factor").double(), X.astype(np.float64))
+def test_a_float64_module_is_compared_in_float64() -> None:
+    with jax.enable_x64():
+        from_torch(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.3)).double(), X.astype(np.float64))
+        with pytest.raises(UserError, match="would be drawn from once"):
+            from_torch(Reading("python_own_object", "factor").double(), X.astype(np.float64))
 
 
 def test_a_first_call_that_is_another_one_is_refused() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree
 
 from jaxtrain.torch_import.capture.custom_gradients import Call
-from jaxtrain.torch_import.graph import CUSTOM
+from jaxtrain.torch_import.graph import CUSTOM, GRADIENT
 
 _REDUCTIONS = ("none", "mean", "sum")
 
@@ -30,6 +30,16 @@ class _Evaluation(torch.fx.Interpreter):
     def __init__(self, module: torch.fx.GraphModule, calls: Sequence[Call], device: torch.device) -> None:
         super().__init__(module)
         self._calls, self._device = calls, device
+        self._differentiated = {
+            x for node in module.graph.nodes if str(node.target) == GRADIENT for x in _pytree.tree_leaves(node.args[1])
+        }
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        result = super().run_node(n)
+        # What leaves a region without gradient is detached, and may be a leaf in it.
+        if n in self._differentiated and not result.requires_grad:
+            result = result.detach().requires_grad_()
+        return result
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if str(target) == CUSTOM:
