@@ -3,14 +3,13 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.paths import Frozen, Matching, merge, none_frozen, partition, path_name, require_distinct_names
 from jaxtrain.step.accumulate import Window
 from jaxtrain.step.loss_scale import skipped_updates
-from jaxtrain.step.mistakes import called, check_container, check_params, describe_leaf, is_deleted
+from jaxtrain.step.mistakes import called, check_container, check_params, is_deleted
 
 
 class TrainState(NamedTuple):
@@ -137,12 +136,6 @@ def require_trainable(params: Any, frozen: Frozen) -> None:
     if frozen is not none_frozen and not any(map(frozen, paths)):
         raise UserError(f"frozen matches no parameter: the paths are {', '.join(paths)}")
     trained, _ = partition(params, frozen)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
-        if jnp.issubdtype(jnp.result_type(leaf), np.complexfloating):
-            raise UserError(
-                f"parameter {path_name(path)} is {describe_leaf(leaf)}, and JAX's complex gradients do not descend: "
-                "train its real and imaginary parts, as jax.lax.complex(params['re'], params['im'])"
-            )
     if not jax.tree.leaves(trained):
         cause = "params hold no floating-point array" if not any(map(frozen, paths)) else "frozen matches all of them"
         raise UserError(f"no parameter is trained, {cause}: leave at least one to train")

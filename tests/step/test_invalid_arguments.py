@@ -165,11 +165,6 @@ def test_a_scalar_in_an_accumulated_batch_is_refused_by_its_name():
         ({"w": np.ones(4)}, lambda path: True, "^no parameter is trained, frozen matches all of them"),
         ({"w": np.ones(4, np.int32)}, None, "^no parameter is trained, params hold no floating-point array"),
         ({"w": np.ones(4), "scale": 0}, None, "^parameter scale is the Python int 0, which has no gradient: use 0.0"),
-        (
-            {"w": np.ones(4), "z": np.ones(2, np.complex64)},
-            None,
-            r"^parameter z is complex64\[2\], .*: train its real and",
-        ),
     ],
 )
 def test_parameters_that_would_silently_not_be_trained_are_refused(params, frozen, message):
