@@ -1,6 +1,6 @@
 """Modules of random statements are right or refused with a line of theirs, never silently wrong."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,29 +20,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def hold(draws: Sequence[Draw], train: bool, dtype: torch.dtype, folder: Path) -> None:
-    assume(valid(draws, train=train))
     found = outcome(draws, folder, train=train, dtype=dtype)
     assert not failed(found), f"{found}\n{source(draws)}"
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(10, slow=len(STATEMENTS))
 @pytest.mark.parametrize("statement", range(len(STATEMENTS)))
 def test_every_statement_is_right_or_refused(statement: int, folder: Path) -> None:
-    train = statement % 2 == 0
-    hold([(statement, 0, 1)], train or not valid([(statement, 0, 1)], train=True), torch.float32, folder)
+    draws = [(statement, 0, 1)]
+    hold(draws, statement % 2 == 0 and valid(draws, train=True), torch.float32, folder)
 
 
-@pytest.mark.nightly
-@settings(max_examples=3000, suppress_health_check=[*HealthCheck])
-@given(draws=DRAWS, train=st.booleans(), dtype=st.sampled_from([torch.float64, torch.float32]))
-def test_programs_of_random_statements_are_right_or_refused(
-    draws: list[Draw], train: bool, dtype: torch.dtype, folder: Path
-) -> None:
+def programs(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that calls a test with `count` programs of random statements."""
+
+    def decorated(test: Callable[..., None]) -> Callable[..., None]:
+        given_programs = given(draws=DRAWS, train=st.booleans(), dtype=st.sampled_from([torch.float64, torch.float32]))
+        return settings(max_examples=count, suppress_health_check=[*HealthCheck])(given_programs(test))
+
+    return decorated
+
+
+@pytest.mark.slow
+@programs(20)
+def test_some_programs_are_right_or_refused(draws: list[Draw], train: bool, dtype: torch.dtype, folder: Path) -> None:
+    assume(valid(draws, train=train))
     hold(draws, train, dtype, folder)
 
 
-test_some_programs_of_random_statements_are_right_or_refused = pytest.mark.slow(
-    settings(max_examples=20, suppress_health_check=[*HealthCheck])(
-        given(draws=DRAWS, train=st.booleans(), dtype=st.sampled_from([torch.float64, torch.float32]))(hold)
-    )
-)
+@pytest.mark.nightly
+@programs(3000)
+def test_programs_are_right_or_refused(draws: list[Draw], train: bool, dtype: torch.dtype, folder: Path) -> None:
+    assume(valid(draws, train=train))
+    hold(draws, train, dtype, folder)
