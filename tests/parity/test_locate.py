@@ -301,7 +301,7 @@ def test_a_wrong_optimizer_is_located_in_its_wrong_term(wrong: dict[str, Any], t
     assert found.torch_source.startswith("torch/optim/adam")
     assert theirs in found.torch_source
     # optax computes the weight decay; the only line in jaxtrain is its caller.
-    caller = "jaxtrain/step/optimizer_calls.py"
+    caller = "jaxtrain/optim/complex_parameters.py"
     assert found.jax_source.startswith(caller if "weight_decay" in wrong else "jaxtrain/optim/")
     assert "eps" not in wrong or "(root + eps)" in found.jax_source
 

@@ -14,13 +14,17 @@ from jaxtrain.runner.signals import StopSignals
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_the_signals_of_terminals_and_schedulers_ask_a_run_to_stop(number):
-    before = signal.getsignal(number)
-    with StopSignals() as stop:
-        assert not stop.wanted(1)
-        signal.raise_signal(number)
-        assert stop.wanted(2)
-        assert stop.exit_status == 128 + number
-    assert signal.getsignal(number) == before
+    # `nohup` ignores SIGHUP.
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with StopSignals() as stop:
+            assert not stop.wanted(1)
+            signal.raise_signal(number)
+            assert stop.wanted(2)
+            assert stop.exit_status == 128 + number
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_signal_that_is_ignored_or_handled_stays_so():

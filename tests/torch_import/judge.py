@@ -82,7 +82,8 @@ def imported(module: torch.nn.Module, example: Any) -> dict[str, np.ndarray]:
         (_, (leaves, state)), grads = jax.value_and_grad(run, has_aux=True)(model.params)
         found |= {f"output {i} of call {call}": np.asarray(x) for i, x in enumerate(leaves)}
         for name, x in model.names.to_torch(grads).items():
-            if not model.frozen(name):
+            # A gradient that PyTorch has not is 0 in a pass whose parameters are not those of training.
+            if not model.frozen(name) and (module.training or np.any(x)):
                 # PyTorch's convention.
                 found[f"gradient of {name}, call {call}"] = np.conj(np.asarray(x))
     buffers = {name: x.numpy().copy() for name, x in module.named_buffers()}
@@ -102,7 +103,7 @@ def own(module: torch.nn.Module, example: Any) -> dict[str, np.ndarray]:
             total.real.backward()
         found |= {f"output {i} of call {call}": x.detach().numpy() for i, x in enumerate(leaves)}
         for name, p in module.named_parameters():
-            if p.requires_grad and p.grad is not None:
+            if p.requires_grad and p.grad is not None and (module.training or p.grad.any()):
                 found[f"gradient of {name}, call {call}"] = p.grad.numpy().copy()
     return found | {f"buffer {name}": x.detach().numpy() for name, x in module.named_buffers()}
 

@@ -29,7 +29,7 @@ def outcome(name: str) -> str:
 
 
 @pytest.mark.sampled(8, slow=len(STYLES))
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning", "ignore:enable_nested_tensor")
 @pytest.mark.parametrize("name", STYLES)
 def test_modules_as_people_write_them_are_proved_or_refused_by_line(name: str) -> None:
     found = outcome(name)

@@ -148,11 +148,6 @@ def stateful(module: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def gradient(module: Any, x: torch.Tensor) -> torch.Tensor:
-    y = x * module.w
-    return torch.autograd.grad(y.sum(), module.w, create_graph=True)[0]
-
-
 def number(module: Any, x: torch.Tensor) -> torch.Tensor:
     return (x * module.w)[:, : int(x.argmax())]
 
@@ -165,7 +160,6 @@ def number(module: Any, x: torch.Tensor) -> torch.Tensor:
         (changed_parameter, "changes its input or parameter 'fixed' in place", "module.fixed * 0.9"),
         (reentrant, "pass use_reentrant=False", "use_reentrant=True) * module.w"),
         (checkpointed_statistics, "changes inside torch.utils.checkpoint", "module.layer(y)"),
-        (gradient, "compute the gradient in the loss", "torch.autograd.grad(y.sum()"),
         (number, "depends on a tensor's value", "int(x.argmax())"),
     ],
 )

@@ -10,6 +10,7 @@ import copy
 import functools
 import gc
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -48,7 +49,9 @@ def copied(
       computed: From a tensor that was computed from parameters to the one that the copy has in its place.
     """
     copying = _Copying(module, tensors, computed)
-    with copying.dispatched():
+    with copying.dispatched(), warnings.catch_warnings():
+        # Of copies of iterators, which Python will not have some day.
+        warnings.simplefilter("ignore", DeprecationWarning)
         return Copy(copy.deepcopy(module, copying.memo), tuple(copying.held))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize, prune, stateless
+from torch.nn.utils import parametrize, prune
 
 from tests.torch_import.by_hand import Factory, Made, registered
 
@@ -368,7 +368,7 @@ class HyperNetwork(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = self.hyper(x.mean(0))
         weights = {"weight": flat[:6].view(2, 3), "bias": flat[6:]}
-        return stateless.functional_call(self.main, weights, (x,))
+        return torch.func.functional_call(self.main, weights, (x,))
 
 
 @style
