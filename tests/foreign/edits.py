@@ -68,6 +68,11 @@ def edited(module: str, edits: Sequence[Edit]) -> Iterator[None]:
     changed.__dict__.update({name: getattr(original, name) for name in ("__file__", "__package__", "__spec__")})
     path = str(original.__file__)
     lines = (len(source), None, source.splitlines(keepends=True), path)
-    with mock.patch.dict(sys.modules, {module: changed}), mock.patch.dict(linecache.cache, {path: lines}):
-        exec(compile(source, path, "exec"), changed.__dict__)
-        yield
+    # The one entry alone: what is imported meanwhile stays imported.
+    sys.modules[module] = changed
+    try:
+        with mock.patch.dict(linecache.cache, {path: lines}):
+            exec(compile(source, path, "exec"), changed.__dict__)
+            yield
+    finally:
+        sys.modules[module] = original
