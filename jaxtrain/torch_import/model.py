@@ -1,5 +1,6 @@
 """A PyTorch module as a pure function of its parameters."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -337,20 +338,29 @@ class ImportedModel(GraphModel):
         return Beside(module or self.to_torch(), self.call, leaves)
 
     def _traced(self, key: Key) -> "Captured":
-        """Return the graph of a forward pass as PyTorch traces it."""
+        """Return the graph of a forward pass as PyTorch traces it, compared with the module the first time."""
+        beside = self._beside(key)
+        if beside is not None and (few := _first_rows(key, beside)) is not None:
+            # The module computes a few rows as it computes many, in less memory.
+            with contextlib.suppress(UserError):  # which may be of the few rows: then all are compared
+                self._capture_of(*few)
+                beside = None
+        captured = self._capture_of(key, beside)
+        self._compared |= {key.train} if key.dtype == self._dtype else set()
+        return captured
+
+    def _capture_of(self, key: Key, beside: "Beside | None") -> "Captured":
         from jaxtrain.torch_import.capture import capture
 
-        captured = capture(
+        return capture(
             self._structure,
             lambda module, tensors: self.call(module, self._batch_of(key, tensors)),
             key.specs,
             train=key.train,
             dtype=key.dtype,
             ops=frozenset(self._ops),
-            beside=self._beside(key),
+            beside=beside,
         )
-        self._compared |= {key.train} if key.dtype == self._dtype else set()
-        return captured
 
     def _batch_of(self, key: Key, tensors: Sequence[Any]) -> Any:
         """Return tensors as a batch in the order of the example."""
@@ -391,6 +401,19 @@ class ImportedModel(GraphModel):
             return known and all(np.array_equal(first, x) for x in others)
 
         return exported._replace(graph=repeated(exported.graph, self._stacks, self._frozen_tensors, equal))
+
+
+def _first_rows(key: Key, beside: "Beside") -> "tuple[Key, Beside] | None":
+    """Return what has two rows of a large example; None of a small one, or of one without a common first axis."""
+    rows = {x.shape[:1] for x in beside.leaves}
+    if len(rows) != 1 or rows in ({()}, {(1,)}, {(2,)}) or sum(x.numel() for x in beside.leaves) < _MANY:
+        return None
+    specs = tuple(replace(x, shape=(2, *x.shape[1:])) for x in key.specs)
+    return key._replace(specs=specs), beside._replace(leaves=[x[:2].clone() for x in beside.leaves])
+
+
+_MANY = 4096
+"""Elements of an example of which two rows are compared with the module, instead of all."""
 
 
 def from_torch(

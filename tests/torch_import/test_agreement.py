@@ -353,3 +353,21 @@ def test_an_example_that_the_module_rejects_is_refused() -> None:
     with pytest.raises(UserError, match=r"Checked raises ValueError: negative numbers on the example.*test_agreement"):
         from_torch(Checked(3, 3), X)
     from_torch(Checked(3, 3), np.abs(X))
+
+
+def test_two_rows_of_a_large_example_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    class Wide(nn.Linear):
+        drawn = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if type(x) is torch.Tensor:
+                print(len(x))  # everything else is set back
+            return super().forward(x) * (random.random() if self.drawn else 1)
+
+    module, x = Wide(64, 2), np.ones((128, 64), np.float32)
+    model = from_torch(module, x)
+    assert model(model.params, x)[0].shape == (128, 2)
+    assert set(capsys.readouterr().out.split()) == {"2"}
+    module.drawn = True
+    with pytest.raises(UserError, match=r"random\.random would be drawn once"):
+        from_torch(module, x)

@@ -30,7 +30,7 @@ from jaxtrain.torch_import.capture.reached import (
 from jaxtrain.torch_import.capture.restored import memory_of, restored
 from jaxtrain.torch_import.capture.structure import captured_dtype
 from jaxtrain.torch_import.capture.tracing import quiet, replaced
-from jaxtrain.torch_import.graph import Spec
+from jaxtrain.torch_import.graph import GRADIENT, Spec
 from jaxtrain.torch_import.refusals import first_line, refusal, source_line
 
 Run = Callable[[torch.nn.Module, Sequence[torch.Tensor]], tuple[Any, list[torch.Tensor]]]
@@ -171,9 +171,14 @@ class Comparison(NamedTuple):
         buffers = {name: by_id[id(x)] for name, x in own.items()}
         return _results(self.program.result, outputs, buffers, self._trained(params))
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients are compared."""
+        return self.train and self.products <= _LARGEST_BACKWARD
+
     def _trained(self, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the parameters whose gradients are compared."""
-        compared = self.train and self.products <= _LARGEST_BACKWARD
+        compared = self.has_gradients
         return {name: x for name, x in params.items() if x.requires_grad} if compared else {}
 
 
@@ -205,10 +210,22 @@ def refuse_disagreement(program: Program, beside: Beside, run: Run, *, train: bo
     found = reached_by(module, beside.call)
     sides = Comparison(program, module, run, leaves, train, found, device, products, constants)
     threads = 1 if products <= _LARGEST_ON_ONE_THREAD else torch.get_num_threads()
-    with quiet(), torch.compiler.set_stance("force_eager"), torch.enable_grad(), _threads(threads):
+    with quiet(), torch.compiler.set_stance("force_eager"), torch.enable_grad(), _threads(threads), _saved(sides):
         for values in _VALUES:
             if _is_compared(sides, values):
                 return
+
+
+def _saved(sides: Comparison) -> contextlib.AbstractContextManager[Any]:
+    """Drop what operations save for a backward pass that is not computed."""
+    has_gradients = any(str(node.target) == GRADIENT for node in sides.program.exported.graph_module.graph.nodes)
+    if has_gradients or sides.has_gradients:
+        return contextlib.nullcontext()
+
+    def dropped(_: Any) -> Any:
+        raise RuntimeError("no backward pass is computed")
+
+    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, dropped)
 
 
 @contextlib.contextmanager
