@@ -3,8 +3,8 @@
 A training run compares what the loss shows, in float64 and on batches like the example. Here every output is compared
 by name, with the weights and the statistics at the end of such a run: in float64, where integers must be equal, on the
 run's batches, on fewer rows and with other padding, with the gradients of a sum in which every element has a weight of
-its own; and in the numbers that users train in, PyTorch's with the module's
-own dtypes and JAX's in 32 bits, where an integer that wraps or a float64 that is rounded shows.
+its own; and in the numbers that users train in, PyTorch's with the module's own dtypes and JAX's in 32 bits, where an
+integer that wraps or a float64 that is rounded shows.
 """
 
 import logging

@@ -335,7 +335,10 @@ class ImportedModel(GraphModel):
         module = self._structure.own()
         if leaves is None or (module is None and self._has_no_weights):
             return None
-        return Beside(module or self.to_torch(), self.call, leaves)
+        module = self.to_torch() if module is None else module
+        if not has_64_bits() and any(str(x.dtype).endswith("float64") for x in module.parameters()):
+            return None  # the import is refused
+        return Beside(module, self.call, leaves)
 
     def _traced(self, key: Key) -> "Captured":
         """Return the graph of a forward pass as PyTorch traces it, compared with the module the first time."""

@@ -11,23 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from jaxtrain import UserError
 from jaxtrain.torch_import import from_torch
+from tests.torch_import.by_hand.tricks import Clamp
 from tests.torch_import.reference import Function, batch_of, compared
-
-
-class Tutorial(torch.autograd.Function):
-    """The ReLU of PyTorch's tutorial."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.clamp(min=0)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        grad_input = grad_output.clone()
-        grad_input[x < 0] = 0
-        return grad_input
 
 
 class Constants(torch.autograd.Function):
@@ -137,7 +122,7 @@ class Dirty(torch.autograd.Function):
 
 
 FUNCTIONS: dict[str, Callable[[Any, Tensor], Any]] = {
-    "tutorial": lambda m, x: Tutorial.apply(x * m.w) * m.w,
+    "tutorial": lambda m, x: Clamp.apply(x * m.w) * m.w,
     "constants": lambda m, x: Constants.apply(x * m.w, m.w),
     "twice": lambda m, x: Constants.apply(Constants.apply(x, m.w)[1] * m.w, m.w)[0],
     "identity": lambda m, x: (Reversed.apply(x) * m.w, Reversed.apply(y := x * m.w) + 3 * y),

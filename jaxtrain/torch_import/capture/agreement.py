@@ -7,7 +7,6 @@ import is refused.
 """
 
 import contextlib
-import copy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -178,11 +177,10 @@ class Comparison(NamedTuple):
 
     def _trained(self, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the parameters whose gradients are compared."""
-        compared = self.has_gradients
-        return {name: x for name, x in params.items() if x.requires_grad} if compared else {}
+        return {name: x for name, x in params.items() if x.requires_grad} if self.has_gradients else {}
 
 
-def refuse_disagreement(program: Program, beside: Beside, run: Run, *, train: bool, dtype: torch.dtype | None) -> None:
+def refuse_disagreement(program: Program, beside: Beside, run: Run, *, train: bool) -> None:
     """Refuse a program that computes something else than the module which it was captured from.
 
     Args:
@@ -190,15 +188,11 @@ def refuse_disagreement(program: Program, beside: Beside, run: Run, *, train: bo
       beside: The module, which is left as it was, with a batch.
       run: Calls it with tensors in their order.
       train: Whether the program is that of the training mode.
-      dtype: Dtype of the program's parameters; None for several. A module in another one is copied.
 
     Raises:
       UserError: Results, gradients or buffers differ, or the module raises an error that the program does not.
     """
     module = beside.module
-    if dtype is not None and any(x.is_floating_point() and x.dtype != dtype for x in module.parameters()):
-        # JAX has no float64 by default.
-        module = copy.deepcopy(module).to(dtype)
     if any(x.is_meta for x in (*module.parameters(), *module.buffers())):
         return
     device = next((x.device for x in (*module.parameters(), *module.buffers())), torch.device("cpu"))

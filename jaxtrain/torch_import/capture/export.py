@@ -112,8 +112,7 @@ def capture(
             call_again = partial(_run, again, given, structure)
             refuse_state(captured, again.module, call_again, lambda: trace(again, under_autocast)[0])
         if beside is not None:
-            of_program = None if dtype is None else getattr(torch, dtype)
-            refuse_disagreement(program, beside, run, train=train, dtype=of_program)
+            refuse_disagreement(program, beside, run, train=train)
         return captured
 
     given = _fakes(inputs, structure)
