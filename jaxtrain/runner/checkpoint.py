@@ -124,7 +124,8 @@ class Checkpoints:
             with contextlib.suppress(*[Exception] if self._has_failed else []):
                 self._files.close()
             logging.getLogger("absl").removeFilter(_not_from_orbax)
-            if sys.unraisablehook == self._hook:  # else another library has chained its own to it
+            # Writes that go on after a failed one may end later than this. Another library may have chained its hook.
+            if not self._has_failed and sys.unraisablehook == self._hook:
                 sys.unraisablehook = self._previous_hook
 
     def _drop_closed_loop(self, late: Any) -> None:

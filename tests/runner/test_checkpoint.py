@@ -412,6 +412,22 @@ def test_only_orbaxs_log_is_dropped_and_only_while_checkpoints_are_open(tmp_path
     assert log("/site-packages/orbax/checkpoint/save.py") == 2
 
 
+def test_errors_of_writes_that_end_after_a_failed_run_are_dropped(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(RunFailed, match="could not be saved"), Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(state(2), {})
+
+    def call_soon_threadsafe():
+        raise RuntimeError("Event loop is closed")
+
+    with pytest.raises(RuntimeError) as late:
+        call_soon_threadsafe()
+    sys.unraisablehook(SimpleNamespace(exc_value=late.value, exc_traceback=late.tb.tb_next, object=None, err_msg=None))
+    assert not seen
+
+
 def test_a_hook_installed_while_checkpoints_are_open_remains(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "unraisablehook", seen.append)
