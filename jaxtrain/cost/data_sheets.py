@@ -90,7 +90,7 @@ NVIDIA = {
     "Tesla V100-PCIE-16GB": Ceilings(14e12, 14e12, 112e12, 0.9e12),
 }
 CPU = Ceilings(4e11, 4e11, 4e11, 5e10, 2e-5)
-"""Two cores (benchmarks/results/cpu-2-cores.json); 16-bit products are computed in float32."""
+"""Two cores: 300 to 445 GFLOP/s and 32 to 49 GB/s were measured; 16-bit products are computed in float32."""
 
 SHORT_NAMES = {
     "B200": "NVIDIA B200",
