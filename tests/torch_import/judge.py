@@ -163,5 +163,6 @@ def difference(ours: np.ndarray, theirs: np.ndarray, scale: float | None = None)
     same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
     with np.errstate(invalid="ignore"):
         gap = np.where(same, 0, np.nan_to_num(np.abs(ours - theirs), nan=np.inf))
-    scale = scale or float(np.abs(np.where(np.isfinite(theirs), theirs, 0)).max()) or 1.0
+    # The mean of what has been normalized is 0 but for rounding.
+    scale = scale or max(float(np.abs(np.where(np.isfinite(theirs), theirs, 0)).max()), 1e-3)
     return float(gap.max() / scale)
