@@ -104,18 +104,16 @@ def with_fresh_weights(case: Case, new: "TorchModel") -> Case:
 
 def _torch_loss(model: "ImportedModel", example: Example) -> "TorchLoss":
     def torch_loss(module: "torch.nn.Module", batch: Mapping[str, "torch.Tensor"]) -> tuple["torch.Tensor", int]:
-        rows = len(next(iter(batch.values())))
         outputs = model.original.call(module, example.in_torch(batch))
-        return default_loss.in_torch(outputs, example.rows and rows) * rows, rows
+        return default_loss.in_torch(outputs, example.rows and len(next(iter(batch.values())))), 1
 
     return torch_loss
 
 
 def _loss_fn(model: "ImportedModel", example: Example) -> LossFn:
     def loss_fn(params: Any, batch: Any, rng: Any, *model_state: Any) -> Any:
-        rows = len(next(iter(batch.values())))
         outputs, new_state = model(params, example.in_jax(batch), rng, *model_state)
-        loss = Loss(default_loss.in_jax(outputs, example.rows and rows) * rows, rows)
+        loss = Loss(default_loss.in_jax(outputs, example.rows and len(next(iter(batch.values())))), 1)
         return (loss, {}, new_state) if model_state else (loss, {})
 
     return loss_fn

@@ -1,6 +1,5 @@
 """A training run through `jaxtrain.train_step`, recorded under PyTorch's names."""
 
-import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,8 +10,8 @@ import numpy as np
 import optax
 
 import jaxtrain
-from jaxtrain.errors import UserError
 from jaxtrain.step import TrainStep, current_scale
+from jaxtrain.torch_import import refuse_beyond_int32
 from jaxtrain.transforms import Policy, policy
 from parity.case import Case
 from parity.oracle.compiled import jit
@@ -121,10 +120,7 @@ class Program:
         for step, batch in enumerate(case.batches(seed, steps)):
             if step:
                 report(f"{self.precision}: JAX, update {step + 1} of {steps}")
-            with warnings.catch_warnings():
-                # PyTorch's side says what is counted.
-                warnings.filterwarnings("ignore", "the weight of the loss counts labels")
-                state, metrics = self._step(state, arrays(batch, self.precision))
+            state, metrics = self._step(state, arrays(batch, self.precision))
             losses.append(float(metrics["loss"]))
             norms.append(float(metrics["grad_norm"]))
             scales.append(float(current_scale(state.loss_scale)))
@@ -194,13 +190,10 @@ def arrays(tree: Any, precision: str) -> Any:
             return jnp.asarray(x, complex_)
         if np.issubdtype(x.dtype, np.floating):
             return jnp.asarray(x, real)
-        if isinstance(x, np.ndarray) and x.dtype.itemsize >= 4 and not np.array_equal(x, x.astype(np.int32)):
-            largest = x.flat[np.abs(x.astype(float)).argmax()]
-            raise UserError(
-                f"the batch has the integer {largest}, beyond int32, which JAX would wrap: draw smaller ones"
-            )
         return jnp.asarray(x, np.int32)
 
+    with jax.enable_x64(False):  # in which integers are int32
+        refuse_beyond_int32(tree)
     return jax.tree.map(array, tree)
 
 

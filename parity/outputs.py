@@ -103,7 +103,7 @@ def _own_weights(case: Case, trained: Snapshot) -> Tensors:
     """Return the parameters and buffers of a float64 run as the user's module holds them, in its own dtypes."""
     with seeded_model(case, 0) as model:
         _load(model, {**trained.params, **trained.buffers})
-        return with_counterpart(case, model, {name: _array(x).copy() for name, x in _tensors(model)})
+        return with_counterpart(case, model, {name: _array(x) for name, x in _tensors(model)})
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -200,7 +200,7 @@ def _array(x: Any) -> np.ndarray:
         return np.asarray(x)
     x = x.detach().resolve_conj().resolve_neg()
     # NumPy has no bfloat16.
-    return np.asarray((x.float() if x.dtype == torch.bfloat16 else x).numpy())
+    return (x.float() if x.dtype == torch.bfloat16 else x).numpy().copy()  # the memory may be the module's
 
 
 def _in_jax(fn: Any, case: Case, weights: Tensors, batches: Sequence[Batch], precision: str) -> list[Any]:

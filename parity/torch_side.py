@@ -107,7 +107,7 @@ def run(
     Raises:
       UserError: The micro-batches of a window have different weights, or the masks do not fit the model.
     """
-    with seeded_model(case, seed) as model, few_threads(model), _other_generators():
+    with seeded_model(case, seed) as model, few_threads(model):
         return _run(case, model, precision, accumulate, steps, seed, masks, variant, watch)
 
 
@@ -316,7 +316,7 @@ def with_exact_constants(case: Case) -> tuple[Case, tuple[str, ...]]:
 
 @contextmanager
 def seeded_model(case: Case, seed: int) -> Iterator[torch.nn.Module]:
-    """Yield the case's model in training mode with weights drawn from `seed`; the global generator is restored.
+    """Yield the case's model in training mode with weights drawn from `seed`; the global generators are restored.
 
     A user's own module (`Case.module`) is set back on exit, so that it is yielded to one at a time.
     """
@@ -326,7 +326,7 @@ def seeded_model(case: Case, seed: int) -> Iterator[torch.nn.Module]:
                 raise RuntimeError(f"the module of {case.name} is in use: leave that `seeded_model` first")
             _LENT.add(id(case.module))
             own.callback(_LENT.discard, id(case.module))
-            own.enter_context(lent(case.module))
+        own.enter_context(lent(*[] if case.module is None else [case.module]))
         yield _seeded_model(case, seed)
 
 
@@ -341,19 +341,18 @@ _LENT = set[int]()
 
 
 def _seeded_model(case: Case, seed: int) -> torch.nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = case.torch_model()
-        if not isinstance(model, torch.nn.Module):
-            raise UserError(f"torch_model returned {type(model).__name__}: return a torch.nn.Module")
-        for name, p in model.named_parameters():
-            if p.is_complex():
-                raise UserError(
-                    f"the parameter {name} is complex, which is not compared: store torch.view_as_real of it, and use "
-                    "torch.view_as_complex in forward"
-                )
-        # A model in training mode may have parts in evaluation mode, such as a frozen BatchNorm.
-        model = model if model.training else model.train()
+    torch.manual_seed(seed)
+    model = case.torch_model()
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(f"torch_model returned {type(model).__name__}: return a torch.nn.Module")
+    for name, p in model.named_parameters():
+        if p.is_complex():
+            raise UserError(
+                f"the parameter {name} is complex, which is not compared: store torch.view_as_real of it, and use "
+                "torch.view_as_complex in forward"
+            )
+    # A model in training mode may have parts in evaluation mode, such as a frozen BatchNorm.
+    model = model if model.training else model.train()
     clear_caches(model)
     return model
 
@@ -384,17 +383,6 @@ def few_threads(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _other_generators() -> Iterator[None]:
-    """Set the global generators of NumPy and Python back on exit."""
-    numpy_state, python_state = np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
 
 
 def _seed_others(seed: int, micro_step: int) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 from jaxtrain.torch_import.causal_lm import CausalLM as CausalLM
 from jaxtrain.torch_import.causal_lm import load_causal_lm as load_causal_lm
 from jaxtrain.torch_import.causal_lm import open_causal_lm as open_causal_lm
+from jaxtrain.torch_import.function import refuse_beyond_int32 as refuse_beyond_int32
 from jaxtrain.torch_import.graph import RECOMPUTED as RECOMPUTED
 from jaxtrain.torch_import.graph import Graph as Graph
 from jaxtrain.torch_import.graph import Node as Node
@@ -36,11 +37,11 @@ from jaxtrain.torch_import.ops import TABLE as TABLE
 from jaxtrain.torch_import.saved import SavedModel, load_imported
 
 
-def lent(module: Any) -> AbstractContextManager[None]:
-    """Return `capture.own_module.lent` of a module, whose import needs PyTorch."""
+def lent(*modules: Any) -> AbstractContextManager[None]:
+    """Return `capture.own_module.lent` of modules, whose import needs PyTorch."""
     from jaxtrain.torch_import.capture import own_module
 
-    return own_module.lent(module)
+    return own_module.lent(*modules)
 
 
 def convert_tensors(module: Any, to: Callable[[Any], Any]) -> None:

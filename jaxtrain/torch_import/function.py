@@ -19,7 +19,7 @@ from jaxtrain.torch_import.doubles import refuse_float64, refuse_rounded
 from jaxtrain.torch_import.graph import Captured, Graph, Spec, without_unused
 from jaxtrain.torch_import.interpret import first_draw, interpret
 from jaxtrain.torch_import.linear_weights import linear_weights
-from jaxtrain.torch_import.ops.int64 import holds_int64
+from jaxtrain.torch_import.ops.int64 import has_64_bits
 from jaxtrain.torch_import.refusals import refusal
 from jaxtrain.torch_import.repeat import Stacks
 from jaxtrain.torch_import.sharding import sharding_rules
@@ -314,10 +314,12 @@ def _check_values(graph: Graph, buffers: Mapping[str, Any]) -> None:
 
 def refuse_beyond_int32(tree: Any, what: str = "the batch") -> None:
     """Raise an error if a batch, or another tree, has integers that JAX would wrap."""
-    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
+    if has_64_bits():
         return
+    limits = np.iinfo(np.int32)
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(x, np.ndarray) and holds_int64(x):
+        integers = isinstance(x, np.ndarray) and x.dtype.kind in "iu" and x.size
+        if integers and (x.min() < limits.min or x.max() > limits.max):
             largest = x.flat[np.abs(x.astype(float)).argmax()]
             raise UserError(
                 f"{what}{jax.tree_util.keystr(path)} has the integer {largest}, beyond int32, JAX's widest by "

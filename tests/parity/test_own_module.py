@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import random
 import types
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -256,14 +257,30 @@ def test_a_module_is_in_use_once() -> None:
         arrays({"x": np.array([2**32])}, "fp64")
 
 
+COUNTS = {"calls": 0}
+
+
+class Layer(nn.Linear):
+    seen: ClassVar[list[int]] = []
+
+    def count(self) -> None:
+        COUNTS["calls"] += 1
+        self.seen.append(1)
+
+
 def test_everything_that_a_module_reaches_is_set_back() -> None:
-    layer = nn.Linear(2, 2)
+    layer = Layer(2, 2)
+    layer.register_buffer("mean", torch.zeros(2))
+    layer.weight.grad = torch.ones(2, 2)
     layer.same, layer.cache, layer.calls = layer.weight.data, {"a": [1]}, 0
     layer.space, layer.numbers = types.SimpleNamespace(n=1), np.arange(3)
     layer.random, layer.rng = random.Random(0), np.random.default_rng(0)
     closed = torch.ones(2)
     layer.act = functools.partial(lambda y, x: x + closed, None)
-    state = layer.random.getstate()
+    state, others = (
+        layer.random.getstate(),
+        (torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()),
+    )
     with lent(layer), lent(layer):
         convert_tensors(layer, lambda dtype: torch.float64)
         assert layer.same.dtype == torch.float64
@@ -271,19 +288,25 @@ def test_everything_that_a_module_reaches_is_set_back() -> None:
             layer.weight.fill_(7)
         assert torch.equal(layer.same, layer.weight)
         layer.weight.register_hook(lambda g: g)
-        layer(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+        layer.mean.add_(layer(torch.ones(1, 2, dtype=torch.float64))[0])
+        layer.mean.sum().backward()
+        layer.count()
         layer.cache["a"].append(2)
         layer.cache["b"] = layer.calls = layer.space.n = 5
         layer.numbers[:], closed[:] = 9, 9
-        layer.random.random(), layer.rng.random()
+        layer.random.random(), layer.rng.random(), random.random(), np.random.rand(), torch.rand(1)
         layer.weight = None
         layer.new = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     assert layer.same.data_ptr() == layer.weight.data_ptr()
     assert layer.weight.dtype == layer.same.dtype == torch.float32
     assert not (layer.weight == 7).any()
-    assert layer.weight.grad is None
+    assert torch.equal(layer.weight.grad, torch.ones(2, 2))
     assert not layer.weight._backward_hooks
+    assert (layer.mean.tolist(), layer.mean.is_leaf, layer.mean.requires_grad) == ([0, 0], True, False)
     assert (layer.cache, layer.calls, layer.space.n) == ({"a": [1]}, 0, 1)
+    assert (COUNTS, Layer.seen) == ({"calls": 0}, [])
+    assert torch.equal(torch.get_rng_state(), others[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == others[1:]
     assert layer.numbers.tolist() == [0, 1, 2]
     assert closed.tolist() == [1, 1]
     assert layer.random.getstate() == state

@@ -7,9 +7,9 @@ import torch
 from torch.utils import _pytree
 
 from jaxtrain.torch_import.capture.custom_gradients import Call
+from jaxtrain.torch_import.capture.functions import ctc_loss_of_tensors
+from jaxtrain.torch_import.capture.packed import rnn_of_padded
 from jaxtrain.torch_import.graph import CUSTOM, GRADIENT
-
-_REDUCTIONS = ("none", "mean", "sum")
 
 
 def evaluated(
@@ -55,39 +55,13 @@ class _Evaluation(torch.fx.Interpreter):
         return _Evaluation(module, self._calls, self._device)
 
 
-def _ctc_loss(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    blank: int,
-    reduction: int,
-    zero_infinity: bool,
-) -> torch.Tensor:
-    return torch.nn.functional.ctc_loss(
-        log_probs, targets, input_lengths, target_lengths, blank, _REDUCTIONS[reduction], zero_infinity
-    )
-
-
-def _packed_rnn(
-    kind: str, data: torch.Tensor, lengths: torch.Tensor, hx: Any, params: Any, *options: Any
-) -> list[torch.Tensor]:
-    """Pack the padded sequences [time * N, …], which `jaxtrain.torch_import.capture.packed` leaves padded."""
-    padded = data.unflatten(0, (-1, lengths.shape[0]))
-    packed, sizes = torch._VF._pack_padded_sequence(padded, lengths, False)
-    state = hx if kind == "lstm" else hx[0]
-    y, *states = getattr(torch._VF, kind)(packed, sizes, state, params, *options)
-    y, _ = torch._VF._pad_packed_sequence(y, sizes, False, 0.0, padded.shape[0])
-    return [y.flatten(0, 1), *states]
-
-
 def _same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
 _OURS: dict[str, Callable[..., Any]] = {
-    "jaxtrain.ctc_loss.default": _ctc_loss,
-    "jaxtrain.packed_rnn.default": _packed_rnn,
+    "jaxtrain.ctc_loss.default": ctc_loss_of_tensors,
+    "jaxtrain.packed_rnn.default": rnn_of_padded,
     "jaxtrain.float32.default": _same,
     "jaxtrain.begin_float32.default": _same,
     "jaxtrain.end_float32.default": _same,

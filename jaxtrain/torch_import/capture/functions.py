@@ -100,16 +100,15 @@ def _multi_margin_loss(
 
 
 @torch.library.register_fake("jaxtrain::ctc_loss")
-def _shape_of_ctc_loss(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    blank: int,
-    reduction: int,
-    zero_infinity: bool,
-) -> torch.Tensor:
+def _shape_of_ctc_loss(log_probs: torch.Tensor, *args: Any) -> torch.Tensor:
+    *_, reduction, _ = args
     return log_probs.new_empty(() if reduction else log_probs.shape[1:-1])
+
+
+def ctc_loss_of_tensors(*args: Any) -> torch.Tensor:
+    """Compute `ctc_loss` by PyTorch's operation."""
+    log_probs, targets, steps, labels, blank, reduction, zero_infinity = args
+    return torch.nn.functional.ctc_loss(log_probs, targets, steps, labels, blank, _REDUCTIONS[reduction], zero_infinity)
 
 
 def _ctc_loss(

@@ -1,35 +1,25 @@
 """A user's own module, used and left as it was."""
 
-import functools
-import logging
-import random
-import types
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor
 
-_LEAVES = (type, types.ModuleType, logging.Logger, str, bytes, bool, int, float, complex, torch.dtype, torch.device)
-"""Values without a state of the module's."""
-_FOREIGN = frozenset({"jax", "jaxlib", "_thread", "threading", "logging"})
-"""Packages whose objects have none either."""
+from jaxtrain.torch_import.capture.reached import reached_by
+from jaxtrain.torch_import.capture.restored import has_memory, memory_of, restored
 
 
 @contextmanager
-def lent(module: torch.nn.Module) -> Iterator[None]:
-    """Set everything back, on exit, that a module reaches: it may be trained, converted and changed while entered.
+def lent(*modules: torch.nn.Module) -> Iterator[None]:
+    """Set everything back, on exit, that modules reach: they may be trained, converted and changed while entered.
 
-    Tensors have memory of their own while entered, with the same values, and no gradient. What is reached are
-    attributes, containers, closures, hooks, partial functions and generators of random numbers; global variables are
-    not. Tensors that share memory share it while entered, too. Uses may be nested.
+    Tensors are on the CPU while entered, without a gradient. What is reached are attributes, containers, closures,
+    hooks, partial functions, global variables that the user's functions name, and generators of random numbers, the
+    global ones too. Uses may be nested.
 
     Args:
-      module: The module.
+      *modules: The modules.
 
     Example:
       >>> layer = torch.nn.Linear(2, 2)
@@ -42,19 +32,9 @@ def lent(module: torch.nn.Module) -> Iterator[None]:
       >>> (layer.weight.data_ptr(), layer.weight.tolist()) == before, hasattr(layer, "calls")
       (True, False)
     """
-    reached = list(_reached(module))
-    tensors = [x for x in reached if isinstance(x, Tensor)]
-    with ExitStack() as undo:
-        # Containers are set back first, then the tensors that they hold.
-        for x in tensors:
-            undo.callback(_tensor_as_it_is(x))
-        for x in reached:
-            if (back := _as_it_is(x)) is not None:
-                undo.callback(back)
-        _move(tensors, lambda dtype: dtype)
-        for x in tensors:
-            if x.is_leaf:
-                x.grad = None
+    reached = reached_by(*modules)
+    with restored(reached):
+        _convert((x for x in reached if isinstance(x, Tensor)), lambda dtype: dtype)
         yield
 
 
@@ -73,207 +53,35 @@ def convert_tensors(module: torch.nn.Module, to: Callable[[torch.dtype], torch.d
       (torch.float64, True)
     """
     own = {_memory(x) for x in (*module.parameters(), *module.buffers())}
-    tensors = [x for x in _reached(module) if isinstance(x, Tensor) and _memory(x) in own]
-    _move([x for x in tensors if to(x.dtype) != x.dtype], to)
+    _convert((x for x in reached_by(module) if isinstance(x, Tensor) and _memory(x) in own), to)
 
 
-def _move(tensors: Iterable[Tensor], to: Callable[[torch.dtype], torch.dtype]) -> None:
-    """Give tensors new memory with the same values on the CPU; those that shared memory share it again."""
+def _convert(tensors: Iterable[Tensor], to: Callable[[torch.dtype], torch.dtype]) -> None:
+    """Convert tensors to other dtypes, on the CPU; those that shared memory share it again."""
     moved: dict[tuple[int, torch.dtype], torch.UntypedStorage] = {}
     for x in tensors:
+        dtype = to(x.dtype)
+        if dtype == x.dtype and (x.is_cpu or x.is_meta):
+            continue
         if not _is_plain(x):
-            x.data = x.detach().clone() if to(x.dtype) == x.dtype else x.detach().to(to(x.dtype))
+            x.data = x.detach().to("cpu", dtype)
             continue
         # Real and complex views of one memory are converted as one.
-        real, dtype = _real(x.dtype), _real(to(x.dtype))
-        key = _memory(x), real
+        key = _memory(x), _real(x.dtype)
         if key not in moved:
-            whole = torch.empty(0, dtype=real, device=x.device)
-            storage = x.untyped_storage()
-            whole.set_(storage, 0, (storage.nbytes() // real.itemsize,), (1,))
-            moved[key] = torch.empty(whole.shape, dtype=dtype).copy_(whole).untyped_storage()
-        x.data = torch.empty(0, dtype=to(x.dtype)).set_(moved[key], x.storage_offset(), x.shape, x.stride())
+            (whole,) = memory_of([x], _real(x.dtype))
+            moved[key] = whole.to("cpu", _real(dtype)).untyped_storage()
+        x.data = torch.empty(0, dtype=dtype).set_(moved[key], x.storage_offset(), x.shape, x.stride())
 
 
 def _is_plain(x: Tensor) -> bool:
-    plain = type(x) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and x.layout == torch.strided
-    return plain and not x.is_meta and not x.is_quantized and not x.is_conj() and not x.is_neg()
+    return has_memory(x) and not x.is_conj() and not x.is_neg()
 
 
 def _memory(x: Tensor) -> int:
     """Return a key that is equal for tensors that share memory."""
-    if not _is_plain(x) or not x.untyped_storage().nbytes():
-        return -id(x)
-    return x.untyped_storage().data_ptr()
+    return x.untyped_storage().data_ptr() if _is_plain(x) else -id(x)
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
-
-
-def _reached(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield the objects with a state that a module reaches, each once."""
-    seen: set[int] = set()
-    waiting: list[Any] = [module]
-    while waiting:
-        x = waiting.pop()
-        if x is None or isinstance(x, _LEAVES) or id(x) in seen or _package(x) in _FOREIGN:
-            continue
-        seen.add(id(x))
-        yield x
-        waiting.extend(_inside(x))
-
-
-def _package(x: Any) -> str:
-    return str(getattr(type(x), "__module__", "")).partition(".")[0]
-
-
-def _inside(x: Any) -> Iterator[Any]:
-    if isinstance(x, Tensor):
-        yield from (x._backward_hooks, getattr(x, "_post_accumulate_grad_hooks", None))
-    elif isinstance(x, dict):
-        yield from (*x.keys(), *x.values())
-    elif isinstance(x, list | tuple | set | frozenset | deque):
-        yield from x
-    elif isinstance(x, types.FunctionType):
-        yield from (x.__defaults__, x.__kwdefaults__, x.__dict__)
-        yield from (contents for cell in x.__closure__ or () for contents in _contents(cell))
-    elif isinstance(x, types.MethodType):
-        yield from (x.__self__, x.__func__)
-    elif isinstance(x, functools.partial):
-        yield from (x.func, x.args, x.keywords, x.__dict__)
-    elif isinstance(x, weakref.ref):
-        yield x()
-    else:
-        yield from getattr(x, "__dict__", {}).values()
-        yield from (getattr(x, name, None) for name in _slots(x))
-
-
-def _slots(x: Any) -> Iterator[str]:
-    for kind in type(x).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        yield from (name for name in ([slots] if isinstance(slots, str) else slots) if not name.startswith("__"))
-
-
-def _contents(cell: Any) -> Iterator[Any]:
-    try:
-        yield cell.cell_contents
-    except ValueError:  # an empty cell
-        return
-
-
-def _tensor_as_it_is(x: Tensor) -> Callable[[], None]:
-    data, requires_grad, is_leaf = x.data, x.requires_grad, x.is_leaf
-    grad = x.grad if is_leaf else None
-    hooks = [_hooks_as_they_are(x, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
-
-    def back() -> None:
-        for set_back in hooks:
-            set_back()
-        if is_leaf:
-            x.grad = None
-        x.data = data
-        if is_leaf:
-            x.requires_grad_(requires_grad)
-            x.grad = grad
-
-    return back
-
-
-def _hooks_as_they_are(x: Tensor, name: str) -> Callable[[], None]:
-    before = getattr(x, name, None)
-
-    def back() -> None:
-        # The dict of hooks that were there is set back as any other.
-        if before is None and (added := getattr(x, name, None)):
-            added.clear()
-
-    return back
-
-
-def _as_it_is(x: Any) -> Callable[[], None] | None:
-    """Return a function that sets an object back to what it is now; None for one without a state of its own."""
-    if isinstance(x, Tensor | tuple | frozenset | types.MethodType | functools.partial | weakref.ref):
-        return None
-    if isinstance(x, types.FunctionType):
-        return _cells_as_they_are(x)
-    if isinstance(x, dict):
-        return _items_as_they_are(x)
-    if isinstance(x, list):
-        items = list(x)
-        return lambda: None if _same(x, items) else x.__setitem__(slice(None), items)
-    if isinstance(x, set | deque):
-        members = list(x)
-        return lambda: _refill(x, members)
-    if isinstance(x, np.ndarray):
-        array = x.copy()
-        return lambda: np.copyto(x, array) if x.flags.writeable else None
-    return _generator_as_it_is(x) or _attributes_as_they_are(x)
-
-
-def _refill(x: set[Any] | deque[Any], members: list[Any]) -> None:
-    if not _same(x, members):
-        x.clear()
-        x.update(members) if isinstance(x, set) else x.extend(members)
-
-
-def _generator_as_it_is(x: Any) -> Callable[[], None] | None:
-    if isinstance(x, torch.Generator):
-        return functools.partial(_set_state, x, x.get_state())
-    if isinstance(x, random.Random):
-        return functools.partial(x.setstate, x.getstate())
-    if isinstance(x, np.random.RandomState):
-        return functools.partial(x.set_state, x.get_state())
-    if isinstance(x, np.random.Generator):
-        return functools.partial(setattr, x.bit_generator, "state", x.bit_generator.state)
-    return None
-
-
-def _set_state(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
-
-
-def _attributes_as_they_are(x: Any) -> Callable[[], None] | None:
-    parts = []
-    if isinstance(getattr(x, "__dict__", None), dict):
-        parts.append(_items_as_they_are(x.__dict__))
-    slots = {name: getattr(x, name) for name in _slots(x) if hasattr(x, name)}
-    kind = type(x)
-
-    def back() -> None:
-        if type(x) is not kind:  # a parametrization changes the class
-            object.__setattr__(x, "__class__", kind)
-        for set_back in parts:
-            set_back()
-        for name, value in slots.items():
-            if getattr(x, name, None) is not value:
-                object.__setattr__(x, name, value)
-
-    return back if parts or slots else None
-
-
-def _items_as_they_are(x: dict[Any, Any]) -> Callable[[], None]:
-    items = dict(x)
-
-    def back() -> None:
-        if not (_same(x.keys(), items.keys()) and _same(x.values(), items.values())):
-            x.clear()
-            x.update(items)
-
-    return back
-
-
-def _cells_as_they_are(x: types.FunctionType) -> Callable[[], None]:
-    cells = [(cell, list(_contents(cell))) for cell in x.__closure__ or ()]
-
-    def back() -> None:
-        for cell, contents in cells:
-            if contents and cell.cell_contents is not contents[0]:
-                cell.cell_contents = contents[0]
-
-    return back
-
-
-def _same(now: Iterable[Any], before: Iterable[Any]) -> bool:
-    """Whether two collections have the same objects in the same order."""
-    return [*map(id, now)] == [*map(id, before)]

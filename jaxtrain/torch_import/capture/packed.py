@@ -23,6 +23,18 @@ def _shapes(kind: str, data: torch.Tensor, lengths: torch.Tensor, hx: Sequence[t
     return [data.new_empty(data.shape[0], width), *(torch.empty_like(h) for h in hx)]
 
 
+def rnn_of_padded(
+    kind: str, data: torch.Tensor, lengths: torch.Tensor, hx: Any, params: Any, *options: Any
+) -> list[torch.Tensor]:
+    """Compute `packed_rnn` by PyTorch, on packed sequences."""
+    padded = data.unflatten(0, (-1, lengths.shape[0]))
+    packed, sizes = torch._VF._pack_padded_sequence(padded, lengths, False)
+    state = hx if kind == "lstm" else hx[0]
+    y, *states = getattr(torch._VF, kind)(packed, sizes, state, params, *options)
+    y, _ = torch._VF._pad_packed_sequence(y, sizes, False, 0.0, padded.shape[0])
+    return [y.flatten(0, 1), *states]
+
+
 class Lengths:
     """The lengths of sequences [N], in place of `PackedSequence.batch_sizes`."""
 

@@ -1,11 +1,12 @@
 """What a user's module reaches besides its parts: containers, arrays, and random numbers."""
 
 import functools
+import logging
 import random
 import sysconfig
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -15,11 +16,20 @@ import torch
 from jaxtrain.torch_import.refusals import is_internal
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-_ATOMS = ModuleType | CodeType | str | bytes | int | float | complex | None
+_ATOMS = (
+    *weakref.ProxyTypes,  # first: other checks of one look at its object
+    *(ModuleType, CodeType, str, bytes, int, float, complex, type(None)),
+    *(torch.dtype, torch.device, logging.Logger),
+)
+"""Classes of what has no state of a module's."""
+_FOREIGN = frozenset({"jax", "jaxlib", "_thread", "threading", "logging"})
+"""Packages whose objects have none either."""
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Hooks of a tensor: None, or in a dict."""
 
 
 def reached_by(*roots: Any) -> list[Any]:
-    """Return what modules and functions reach by their attributes, closures, and the globals that they name.
+    """Return what modules and functions reach by their attributes, closures, hooks and the globals that they name.
 
     Functions and classes of libraries are left out.
     """
@@ -27,15 +37,19 @@ def reached_by(*roots: Any) -> list[Any]:
     pending = list(roots)
     while pending:
         value = pending.pop()
-        if id(value) not in found and not isinstance(value, _ATOMS):
+        if id(value) not in found and not isinstance(value, _ATOMS) and _package(value) not in _FOREIGN:
             found[id(value)] = value
             pending.extend(_parts(value))
     return [*found.values()]
 
 
+def _package(value: Any) -> str:
+    return str(getattr(type(value), "__module__", "")).partition(".")[0]
+
+
 def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
-        return [*value.values()]
+        return [*value, *value.values()]
     if isinstance(value, list | tuple | set | frozenset | deque):
         return [*value]
     if isinstance(value, FunctionType):
@@ -43,35 +57,46 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, MethodType):
         return (value.__func__, value.__self__)
     if isinstance(value, functools.partial):
-        return (value.func, value.args, value.keywords)
+        return (value.func, value.args, value.keywords, vars(value))
     if isinstance(value, staticmethod | classmethod):
         return (value.__func__,)
-    if isinstance(value, CellType):
-        return _contents(value)
+    if isinstance(value, weakref.ref):
+        return (value(),)
     if isinstance(value, type):
         return () if is_library(_file_of(value)) else (*vars(value).values(), *value.__bases__)
-    if isinstance(value, weakref.ProxyTypes):
-        return ()
-    is_object = isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, torch.Tensor)
-    return (vars(value), type(value)) if is_object else ()
+    if isinstance(value, torch.Tensor):
+        return (vars(value), *(getattr(value, name, None) for name in HOOKS))
+    own = getattr(value, "__dict__", None)
+    attributes = (own, type(value)) if isinstance(own, dict) else ()
+    return [*attributes, *(x for name in slots_of(value) for x in slot(value, name))]
+
+
+def slots_of(value: Any) -> Iterator[str]:
+    """Yield the names of an object's attributes that are not in its dict."""
+    if isinstance(value, CellType):
+        yield "cell_contents"
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        yield from (name for name in ([names] if isinstance(names, str) else names) if not name.startswith("__"))
+
+
+def slot(value: Any, name: str) -> list[Any]:
+    """Return what an attribute holds; nothing if it is not set."""
+    try:
+        return [getattr(value, name)]
+    except (AttributeError, ValueError):  # ValueError: a variable without a value
+        return []
 
 
 def _read_by(function: FunctionType) -> list[Any]:
     names = () if is_library(function.__code__.co_filename) else _names(function.__code__)
     read = [x for name, x in function.__globals__.items() if name in names] if names else []
-    return [*(function.__closure__ or ()), *read, function.__defaults__, function.__kwdefaults__]
+    return [*(function.__closure__ or ()), *read, function.__defaults__, function.__kwdefaults__, vars(function)]
 
 
 def _names(code: CodeType) -> set[str]:
     """Return the names in a function and in those that are defined in it."""
     return {*code.co_names}.union(*(_names(x) for x in code.co_consts if isinstance(x, CodeType)))
-
-
-def _contents(cell: CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # a variable without a value
-        return []
 
 
 def _file_of(cls: type) -> str:
