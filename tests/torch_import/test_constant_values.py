@@ -187,3 +187,16 @@ def test_bins_that_may_be_too_few_are_refused(name: str) -> None:
 
     with pytest.raises(UserError, match=r"value.*test_constant_values\.py:\d+.*one_hot"):
         from_torch(Module().eval(), np.arange(5))
+
+
+def test_what_pytorch_makes_of_numbers_alone_has_its_values():
+    def made(x: Tensor) -> Tensor:
+        windows = (torch.hann_window, torch.hamming_window, torch.blackman_window, torch.bartlett_window)
+        float64 = {"dtype": torch.float64}
+        vectors = [window(6, periodic=periodic, **float64) for window in windows for periodic in (True, False)]
+        vectors += [torch.kaiser_window(6, periodic=True, beta=8.0, **float64), torch.logspace(-1, 1, 6, **float64)]
+        vectors += [torch.fft.fftfreq(6, d=0.5, **float64), torch.fft.rfftfreq(10, d=2.0, **float64)]
+        return x[:, None] * torch.stack(vectors)
+
+    differences, _ = compared(Function(lambda self, x: made(x) * self.w[0]), batch_of(2, 6), train=False)
+    assert max(differences) < 1e-13

@@ -23,7 +23,7 @@ from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, sourc
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
 from jaxtrain.torch_import.capture.gradients import refuse_lost_gradients, refuse_saved_results, unused_parameters
 from jaxtrain.torch_import.capture.in_float64 import in_float64
-from jaxtrain.torch_import.capture.known_values import fold_known_shapes
+from jaxtrain.torch_import.capture.known_values import fold_known
 from jaxtrain.torch_import.capture.lifted import Function, with_lifted_constants
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
 from jaxtrain.torch_import.capture.placing import Placing
@@ -170,7 +170,7 @@ def _decomposed(program: torch.export.ExportedProgram, known: Collection[str]) -
         if found := re.match(r"Constant (\S+) is mutated", str(error)):
             raise _changed_constant(program, found[1]) from error
         raise
-    fold_known_shapes(exported)
+    fold_known(exported, known)
     check_bins(exported)
     return exported
 

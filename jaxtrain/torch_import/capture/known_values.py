@@ -5,7 +5,7 @@ them: what is written with an unknown value is unknown from then on. Here they c
 such as `~torch.eye(n, dtype=torch.bool)`, so that shapes and Python numbers may depend on them as in eager PyTorch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,9 +103,17 @@ def known(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def fold_known_shapes(exported: torch.export.ExportedProgram) -> None:
-    """Make constants of the known values of a pure program whose shape depends on values, and of places of masks."""
+def fold_known(exported: torch.export.ExportedProgram, operations: Collection[str]) -> None:
+    """Make constants of known values in a pure program.
+
+    These are tensors whose shape depends on values, places of masks, and what operations without a function in
+    `operations` make of numbers, such as `torch.fft.rfftfreq`.
+    """
     graph = exported.graph_module.graph
+    for node in [*graph.nodes]:
+        if isinstance(node.target, torch._ops.OpOverload) and str(node.target) not in operations and _is_made(node):
+            value = _evaluated(node, {}).to(node.meta["val"].dtype)
+            node.replace_all_uses_with(_constant(node, value))
     values = _values(exported)
     for node in [*graph.nodes]:
         if node.target in _INDEXED:
@@ -116,6 +124,13 @@ def fold_known_shapes(exported: torch.export.ExportedProgram) -> None:
                 value = values[node][result.args[1]] if several else values[node]
                 result.replace_all_uses_with(_constant(result, value))
     exported.graph_module.recompile()
+
+
+def _is_made(node: torch.fx.Node) -> bool:
+    """Return whether an operation makes one tensor of numbers alone, the same one each time."""
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    result = node.meta.get("val")
+    return not node.all_input_nodes and not is_random and isinstance(result, torch.Tensor) and _is_followed(result)
 
 
 _INDEXED = frozenset(
