@@ -152,8 +152,8 @@ def coin(module: Any, x: torch.Tensor) -> torch.Tensor:
     return x * module.w if random.random() < 0.5 else x
 
 
-def branch(module: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * module.w if x.sum() > 0 else x
+def number(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x * module.w)[:, : 1 + int(x.sum() * 1000) % 2]
 
 
 def selected(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -187,7 +187,7 @@ def unknown(module: Any, x: torch.Tensor) -> torch.Tensor:
     ("fn", "message", "line"),
     [
         (coin, "random.random would be drawn once", "random.random() < 0.5"),
-        (branch, "depends on a tensor's value", "if x.sum() > 0"),
+        (number, "depends on floating-point values", "int(x.sum() * 1000)"),
         (selected, "shape depends on a tensor's value", "[x > 0].sum()"),
         (changed_without_gradient, "in place under torch.no_grad", "y.mul_(2)"),
         (unknown, "has no JAX counterpart", "torch.special.bessel_j0"),
