@@ -355,13 +355,14 @@ class ImportedModel(GraphModel):
         return Example({name: x.detach().cpu() for name, x in named}, leaves)
 
     def _leaves_for(self, key: Key, batch: Any) -> "list[torch.Tensor] | None":
-        """Return the tensors of a batch in a capture's shapes, those of the example where the batch has no values."""
+        """Return the tensors of the example, or of a batch with values where that has other shapes."""
         from jaxtrain.torch_import.capture import example_tensors
 
+        example = jax.tree.leaves(self._chosen(self.example))
         leaves = [] if batch is None else jax.tree.leaves(self._chosen(batch))
-        if not leaves or any(isinstance(x, jax.core.Tracer) for x in leaves):
-            leaves = jax.tree.leaves(self._chosen(self.example))
-        return example_tensors(leaves, key.specs)
+        has_values = leaves and not any(isinstance(x, jax.core.Tracer) for x in leaves)
+        is_like = [np.shape(x) for x in example] == [spec.shape for spec in key.specs]
+        return example_tensors(leaves if has_values and not is_like else example, key.specs)
 
     def _traced(self, key: Key, batch: Any = None) -> "Captured":
         """Return the graph of a forward pass as PyTorch traces it, compared with the module the first time."""
