@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxtrain.torch_import.graph import ASSUMED, COND, Assumption, Graph, Node, Ref, Spec
 from jaxtrain.torch_import.layers import mapped
+from jaxtrain.torch_import.ops.int64 import INT64
 from jaxtrain.torch_import.refusals import refusal
 
 
@@ -25,7 +25,7 @@ def assuming(graph: Graph, assumptions: Sequence[Assumption]) -> Graph:
     """
     if not assumptions:
         return graph
-    specs = {x.name: x.spec for x in (*graph.inputs, *graph.nodes)}
+    specs = specs_of(graph)
     for x in assumptions:
         if x.is_random:
             raise refusal(
@@ -57,33 +57,34 @@ def assuming(graph: Graph, assumptions: Sequence[Assumption]) -> Graph:
     return replace(graph, nodes=(*graph.nodes, factor, *found.values()), outputs=outputs)
 
 
+def specs_of(graph: Graph) -> dict[str, Any]:
+    """Return the shapes and dtypes of a graph's values by name."""
+    inputs: dict[str, Any] = {x.name: x.spec for x in graph.inputs}
+    return inputs | {x.name: x.spec for x in graph.nodes}
+
+
 def assumptions_of(graph: Graph) -> list[Assumption]:
     """Return the assumptions of a graph and of the graphs in it."""
-    found = [x for node in graph.nodes if node.op == ASSUMED for x in _of(node)]
+    found = [x for node in graph.nodes if _is_assumed(node) for x in _of(node)]
     inner = [x for node in graph.nodes for x in node.kwargs.values() if isinstance(x, Graph)]
     return [*found, *(x for part in inner for x in assumptions_of(part))]
 
 
 def _of(node: Node) -> Iterator[Assumption]:
-    return map(Assumption, node.args, node.kwargs["answers"], node.kwargs["sources"])
+    values = [x for x in node.args if isinstance(x, Ref)]
+    return map(Assumption, values, node.kwargs["answers"], node.kwargs["sources"])
+
+
+def _is_assumed(node: Node) -> bool:
+    """Return whether a node computes assumptions, in 64 bits too."""
+    return node.op == ASSUMED or (node.op == INT64 and node.args[0] == ASSUMED)
 
 
 def checks_of(graph: Graph) -> Graph | None:
     """Return the part of a graph that computes what it assumes; None if it assumes nothing."""
-    found = [Ref(node.name) for node in graph.nodes if node.op == ASSUMED or (node.op == COND and _assumes(node))]
+    found = [Ref(node.name) for node in graph.nodes if _is_assumed(node) or (node.op == COND and _assumes(node))]
     return replace(graph, outputs=tuple(found), state={}) if found else None
 
 
 def _assumes(node: Node) -> bool:
     return any(assumptions_of(x) for x in node.kwargs.values() if isinstance(x, Graph))
-
-
-def difference(values: Sequence[Any], answers: Sequence[Any], sources: Sequence[str]) -> str | None:
-    """Return the problem of the first value that is known and is not the example's, with its line."""
-    for value, answer, source in zip(values, answers, sources, strict=True):
-        if isinstance(value, jax.core.Tracer):
-            continue
-        found = type(answer)(value)
-        if found != answer:
-            return f"forward reads {found} where it read {answer} of the example ({source})"
-    return None

@@ -128,18 +128,20 @@ class GraphModel:
         given = {**self._buffers, **(self.state or {}), **(state or {})}
         for key, captured in [*self._captured.items()]:
             checks = checks_of(captured.graph)
-            parts = _parts_of(arrays, key.specs) if checks is not None and key.structure == structure else ()
-            for part in parts:
+            if checks is None or key.structure != structure:
+                continue
+            evaluate = functools.partial(
+                interpret,
+                without_unused(checks, ()),
+                params=params or self.params,
+                state=given,
+                constants={**given, **captured.constants},
+                rng=jax.random.key(0),
+                ops=self._ops,
+            )
+            for part in _parts_of(arrays, key.specs):
                 try:
-                    interpret(
-                        without_unused(checks, ()),
-                        params=params or self.params,
-                        state=given,
-                        constants={**given, **captured.constants},
-                        inputs=part,
-                        rng=jax.random.key(0),
-                        ops=self._ops,
-                    )
+                    evaluate(inputs=part)
                 except UserError as error:
                     return str(error)
         return None
@@ -360,7 +362,7 @@ class GraphModel:
         return linear_weights(next(iter(self._captured.values())).graph, self._stacks)
 
 
-def _parts_of(arrays: Sequence[np.ndarray], specs: Sequence[Spec]) -> list[list[np.ndarray]]:
+def _parts_of(arrays: Sequence[np.ndarray], specs: Sequence[Spec]) -> list[list[Any]]:
     """Return the parts of a batch that have the shapes of a graph's inputs: the micro-batches of a window."""
     if len(arrays) != len(specs):
         return []

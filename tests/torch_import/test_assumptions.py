@@ -110,6 +110,11 @@ def repeated(x: Tensor, n: Tensor) -> Tensor:
     return x
 
 
+@block([1, 2, 0, 1], [0, 0, 4, 0], [1, 2, 3, 1])
+def repeated_rows(x: Tensor, n: Tensor) -> Tensor:
+    return x.repeat_interleave(n, 0).cumsum(0) + torch.repeat_interleave(n)[:, None]
+
+
 @block([2, 3, 1, 1], [2, 3, 7, 0], [3, 2, 1, 1])
 def viewed(x: Tensor, n: Tensor) -> Tensor:
     height, width = n[:2].tolist()

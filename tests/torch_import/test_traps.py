@@ -152,10 +152,6 @@ def coin(module: Any, x: torch.Tensor) -> torch.Tensor:
     return x * module.w if random.random() < 0.5 else x
 
 
-def number(module: Any, x: torch.Tensor) -> torch.Tensor:
-    return (x * module.w)[:, : 1 + int(x.sum() * 1000) % 2]
-
-
 def selected(module: Any, x: torch.Tensor) -> torch.Tensor:
     return (x * module.w)[x > 0].sum()
 
@@ -187,7 +183,6 @@ def unknown(module: Any, x: torch.Tensor) -> torch.Tensor:
     ("fn", "message", "line"),
     [
         (coin, "random.random would be drawn once", "random.random() < 0.5"),
-        (number, "depends on floating-point values", "int(x.sum() * 1000)"),
         (selected, "shape depends on a tensor's value", "[x > 0].sum()"),
         (changed_without_gradient, "in place under torch.no_grad", "y.mul_(2)"),
         (unknown, "has no JAX counterpart", "torch.special.bessel_j0"),

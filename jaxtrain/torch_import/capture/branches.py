@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.torch_import.assumptions import assuming
+from jaxtrain.torch_import.assumptions import assuming, specs_of
 from jaxtrain.torch_import.graph import (
     COND,
     GETITEM,
@@ -44,13 +44,13 @@ def branched(condition: Ref, holds: Captured, otherwise: Captured) -> Captured |
     paths = _assuming(holds, before), _assuming(otherwise, before)
     results = [(path.graph.outputs, path.graph.state) for path in paths]
     leaves = [[*references(result)] for result in results]
-    specs = [[_specs(path.graph)[name] for name in names] for path, names in zip(paths, leaves, strict=True)]
+    specs = [[specs_of(path.graph)[name] for name in names] for path, names in zip(paths, leaves, strict=True)]
     structures = [mapped(result, lambda _: None) for result in results]
     if structures[0] != structures[1] or specs[0] != specs[1]:
         return None
     nodes = [[x for x in _needed(path.graph) if x.name not in common] for path in paths]
     reads = dict.fromkeys(name for part, names in zip(nodes, leaves, strict=True) for name in _read(part, names))
-    known = _specs(paths[0].graph) | _specs(paths[1].graph)
+    known = specs_of(paths[0].graph) | specs_of(paths[1].graph)
     operands = tuple(reads)
     graphs = [_body(part, names, operands, known) for part, names in zip(nodes, leaves, strict=True)]
     shared = {x.name: x for path in paths for x in path.graph.nodes if x.name in common}
@@ -127,10 +127,6 @@ def _needed(graph: Graph) -> list[Node]:
     return [x for x in graph.nodes if x.name in used]
 
 
-def _specs(graph: Graph) -> dict[str, Any]:
-    return {x.name: x.spec for x in (*graph.inputs, *graph.nodes)}
-
-
 def _common(a: Captured, b: Captured) -> set[str]:
     """Return the names of the values that are the same in two paths."""
     inputs = {x.name: x for x in a.graph.inputs}
@@ -160,14 +156,15 @@ def _with_same_state(a: Captured, b: Captured) -> tuple[Captured, Captured]:
 def _with_own_names(path: Captured, other: Captured) -> Captured:
     """Return a path in which other values and constants than those of the other path have other names."""
     graph, constants = path.graph, path.constants
-    theirs = {x.name: x for x in (*other.graph.inputs, *other.graph.nodes)}
+    theirs: dict[str, Input | Node] = {x.name: x for x in other.graph.inputs}
+    theirs |= {x.name: x for x in other.graph.nodes}
     targets = {
         name: _unused(name, {**constants, **other.constants})
         for name, x in constants.items()
         if name in other.constants and not _is_same(x, other.constants[name])
     }
     names: dict[str, str] = {}
-    taken = {*theirs, *(x.name for x in (*graph.inputs, *graph.nodes))}
+    taken = {*theirs, *specs_of(graph)}
     inputs = []
     for x in graph.inputs:
         target = targets.get(x.target, x.target) if x.kind == "constant" else x.target

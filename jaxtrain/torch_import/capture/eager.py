@@ -77,7 +77,8 @@ def draws(nodes: Sequence[torch.fx.Node]) -> bool:
 def is_of_floats(nodes: Sequence[torch.fx.Node]) -> bool:
     """Return whether nodes depend on inputs of a graph that are floating-point."""
     needed = set[torch.fx.Node]().union(*map(_needed_for, nodes))
-    return any(x.op == "placeholder" and x.meta["val"].is_floating_point() for x in needed)
+    given = [x.meta.get("val") for x in needed if x.op == "placeholder"]
+    return any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in given)
 
 
 def _value(

@@ -9,6 +9,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import sympy
@@ -114,14 +115,14 @@ class Questions(TorchFunctionMode):
         self._replayed = iter(self._given_answers or ()) if mode is None else None
         if mode is not None:
             for name, x in tensors.items():
-                self._place(x, lambda example, name=name: example.tensors[name])
+                self._place(x, partial(_tensor_of, name))
             for i, x in enumerate(leaves):
-                self._place(x, lambda example, i=i: example.leaves[i])
+                self._place(x, partial(_leaf_of, i))
         token = _ASKED.set(self)
         try:
             with self:
                 yield
-                self.asked = [x for question in self.asked for x in self._computed(question)]
+                self.asked = [x for question in self._independent() for x in self._computed(question)]
             self.answers = [_pytree.tree_map_only(_SYMBOLIC, self._number, read) for read in self._reads]
         finally:
             _ASKED.reset(token)
@@ -142,6 +143,9 @@ class Questions(TorchFunctionMode):
         if name == "one_hot" and args and self._is_without_classes(args, kwargs):
             largest = self._read(args[0].max(), int)
             return func(*args, **kwargs) if largest is None else func(args[0], largest + 1)
+        if name == "repeat_interleave" and (counts := _counts(args, kwargs)) is not None:
+            rows = self._read(counts.sum(), int)
+            return func(*args, **kwargs) if rows is None else func(*args, **kwargs, output_size=rows)
         if name not in _READING or not _is_unknown(args[0]):
             return func(*args, **kwargs)
         if self._replayed is not None and (answer := next(self._replayed, None)) is not None:
@@ -170,7 +174,7 @@ class Questions(TorchFunctionMode):
             is_branch = convert is bool and _is_users()
             is_random = node is not None and is_branch and draws([node])
             answer = None if node is None else True if is_random else self._value(node)
-            if answer is None:
+            if node is None or answer is None:
                 self.is_unanswered = True
                 return None
             answer = self._on_path(bool(answer)) if is_branch else convert(answer)
@@ -210,6 +214,15 @@ class Questions(TorchFunctionMode):
             self.asked.append(Question(expr, answer, user_line(), floats, is_branch))
             self._known[expr] = answer
         return sympy.sympify(self._known[expr])
+
+    def _independent(self) -> list[Question]:
+        """Return the questions without those that follow from others: from numbers that are known by themselves."""
+        fixed = {x.value for x in self.asked if isinstance(x.value, sympy.Symbol)}
+        return [
+            x
+            for x in self.asked
+            if x.is_branch or x.value in fixed or not isinstance(x.value, sympy.Basic) or x.value.free_symbols - fixed
+        ]
 
     def _computed(self, question: Question) -> Iterator[Question]:
         """Yield a question whose value is a tensor or a number that the graph computes, instead of an expression."""
@@ -278,8 +291,9 @@ class Questions(TorchFunctionMode):
         values = {symbol: self._value(numbers[symbol]) for symbol in x.node._expr.free_symbols if symbol in numbers}
         if len(values) < len(x.node._expr.free_symbols) or None in values.values():
             return x
-        value = x.node._expr.xreplace({symbol: sympy.sympify(value) for symbol, value in values.items()})
-        return x.node.pytype(value)
+        # A condition is the expression `symbol == 1`.
+        of = {symbol: sympy.sympify(int(x) if type(x) is bool else x) for symbol, x in values.items()}
+        return x.node.pytype(x.node._expr.xreplace(of))
 
     def _value(self, node: torch.fx.Node) -> Any:
         """Return what a node of one element computes for the example; None if that is not known."""
@@ -287,7 +301,7 @@ class Questions(TorchFunctionMode):
             example = self._example()
             if example is None:
                 return None
-            given = {placeholder: (lambda read=read: read(example)) for placeholder, read in self._placeholders.items()}
+            given = {placeholder: partial(read, example) for placeholder, read in self._placeholders.items()}
             try:
                 value = value_of(node, given, self._tracer.root, self.calls)
             except Unevaluated:
@@ -309,6 +323,14 @@ _READING: dict[str, Any] = {
 _ASKED: ContextVar[Questions | None] = ContextVar("questions of the pass that is traced", default=None)
 
 
+def _tensor_of(name: str, example: Example) -> torch.Tensor:
+    return example.tensors[name]
+
+
+def _leaf_of(i: int, example: Example) -> torch.Tensor:
+    return example.leaves[i]
+
+
 def _asked(x: torch.Tensor, convert: Callable[[Any], Any]) -> torch.Tensor:
     """Return what a question is about, of which the tensor that is asked may be changed in place afterwards."""
     with torch._C.DisableTorchFunction():
@@ -316,6 +338,12 @@ def _asked(x: torch.Tensor, convert: Callable[[Any], Any]) -> torch.Tensor:
         if convert is bool:
             return x != 0
         return x.trunc() if convert is int and x.is_floating_point() else x.clone()
+
+
+def _counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the tensor of how often `torch.repeat_interleave` repeats, if it tells the size of the result alone."""
+    counts = kwargs.get("repeats", args[1] if len(args) > 1 else args[0] if args else None)
+    return counts if _is_unknown(counts) and kwargs.get("output_size") is None else None
 
 
 def _is_condition(x: Any) -> bool:

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.torch_import.assumptions import difference
 from jaxtrain.torch_import.ops.registry import op
 from jaxtrain.torch_import.refusals import refusal
 
@@ -17,7 +16,13 @@ def assumed(*values: Any, answers: tuple[Any, ...], sources: tuple[str, ...]) ->
     Raises:
       UserError: A value is known and is another one.
     """
-    if problem := difference(values, answers, sources):
-        raise refusal(problem, "import the module with an example like this batch, for such batches")
+    for value, answer, source in zip(values, answers, sources, strict=True):
+        if isinstance(value, jax.core.Tracer) or (found := type(answer)(value)) == answer:
+            continue
+        raise refusal(
+            f"forward reads {found} where it read {answer} of the example",
+            "import the module with an example like this batch, for such batches",
+            source,
+        )
     holds = [jnp.all(jnp.asarray(x) == answer) for x, answer in zip(values, answers, strict=True)]
     return jnp.where(jnp.stack(holds).all(), 1.0, jnp.nan)
