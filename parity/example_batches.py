@@ -41,17 +41,24 @@ class Example:
         """The names of the arrays."""
         return frozenset(self._arrays)
 
-    def batch(self, seed: int, rows: int) -> Batch:
+    def batch(self, seed: int, rows: int, *, same_integers: bool = False) -> Batch:
         """Return a batch by name, with the rows on the first axis; the whole batch is one row if it has none.
 
         Masks (bool, or the integers 0 and 1) have rows of the example in random order. Other integers are drawn from
         its range, but negative ones, such as labels to ignore, stay in their place. Floats are standard normal if the
         example is constant, uniform over its range if it has no negative value, else normal with its mean and
         deviation.
+
+        Args:
+          seed: Seed of the random numbers.
+          rows: Number of rows.
+          same_integers: Whether masks and integers are those of the example.
         """
         rng = np.random.default_rng(seed)
         given = {name: x if self.rows else x[None] for name, x in self._arrays.items()}
-        return {name: _drawn(rng, x[np.arange(rows) % len(x)]) for name, x in given.items()}
+        repeated = {name: x[np.arange(rows) % len(x)] for name, x in given.items()}
+        draw = _drawn_floats if same_integers else _drawn
+        return {name: draw(rng, x) for name, x in repeated.items()}
 
     def in_torch(self, batch: Mapping[str, "torch.Tensor"]) -> Any:
         """Return a batch in the structure and the dtypes of the example, as its user calls the module.
@@ -149,6 +156,11 @@ def _in_dtype_of(x: "torch.Tensor", given: Any) -> "torch.Tensor":
     return x if given.is_floating_point() and x.dtype != torch.float32 else x.to(given.dtype)
 
 
+def _drawn_floats(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+    """Return random values like those of an array of floats, and integers as they are."""
+    return _drawn(rng, x) if jnp.issubdtype(x.dtype, np.floating) else _in_torchs_width(x)
+
+
 def _drawn(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
     """Return random values like those of an array."""
     if jnp.issubdtype(x.dtype, np.floating):
@@ -158,8 +170,12 @@ def _drawn(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
         drawn = rng.permutation(x)
     else:
         drawn = np.where(x < 0, x, rng.integers(max(low, 0), max(high, 0) + 1, x.shape))
-    # The dtype of integers in PyTorch, which JAX has not by default.
-    return drawn.astype(np.int64 if x.dtype in (np.int32, np.uint32) else x.dtype)
+    return _in_torchs_width(drawn.astype(x.dtype))
+
+
+def _in_torchs_width(x: np.ndarray) -> np.ndarray:
+    """Return integers in PyTorch's dtype, which JAX has not by default."""
+    return x.astype(np.int64 if x.dtype in (np.int32, np.uint32) else x.dtype)
 
 
 def _floats(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:

@@ -41,12 +41,13 @@ def imported_case(
     if batch is not None and rows is None:
         raise UserError("a function for batches needs rows, the number of rows of a batch: pass rows=")
     example = Example(model.original.example)
+    draw = partial(_fulfilling, model, example)
     module = _own_module(model) if torch_model is None else None
 
     def of_module(seed: int, rows: int) -> Batch:
         """Return a batch that the module takes: the case's own, if that has its arrays."""
         drawn = batch(seed, rows) if batch is not None else {}
-        return {name: drawn[name] for name in example.names} if example.names <= {*drawn} else example.batch(seed, rows)
+        return {name: drawn[name] for name in example.names} if example.names <= {*drawn} else draw(seed, rows)
 
     return Case.of_import(
         name,
@@ -54,7 +55,7 @@ def imported_case(
         torch_model=torch_model or partial(_itself, module),
         torch_loss=torch_loss or _torch_loss(model, example),
         loss_fn=without_frozen(loss_fn or _loss_fn(model, example), model.frozen),
-        batch=batch or example.batch,
+        batch=batch or draw,
         rows=rows or example.rows or 1,
         optimizer=frozen_too(optimizer or _decaying_matrices(AdamW(lr=1e-3), model), model.frozen),
         clip_norm=clip_norm,
@@ -67,6 +68,14 @@ def imported_case(
             fixed_rows=example.rows is None,
         ),
     )
+
+
+def _fulfilling(model: "ImportedModel", example: Example, seed: int, rows: int) -> Batch:
+    """Return a random batch; one with the integers of the example if the model assumes another one away."""
+    drawn = example.batch(seed, rows)
+    if model.failed_assumption(example.in_jax(drawn)) is None:
+        return drawn
+    return example.batch(seed, rows, same_integers=True)
 
 
 def _own_module(model: "ImportedModel") -> "torch.nn.Module":

@@ -22,7 +22,7 @@ from jaxtrain.observe import Rollback
 from jaxtrain.paths import path_name
 from jaxtrain.run import Recipe
 from jaxtrain.runner.batches import DispatchedStep
-from jaxtrain.step import TrainState, cause_in_batch, current_scale, finite_leaves, leaf_name
+from jaxtrain.step import TrainState, cause_in_batch, current_scale, failed_assumption, finite_leaves, leaf_name
 
 WINDOW = 64
 """Applied updates whose median loss a loss is compared to."""
@@ -55,9 +55,11 @@ class Guard:
     Args:
       recipe: The settings of the run.
       params: Its parameters, or their shapes, for the names of leaves.
+      loss_fn: Its loss, which may have assumptions about a batch.
     """
 
-    def __init__(self, recipe: Recipe, params: Any) -> None:
+    def __init__(self, recipe: Recipe, params: Any, loss_fn: Any = None) -> None:
+        self._loss_fn = loss_fn
         self._factor, self._max_skips = recipe.spike_factor, recipe.max_skips
         self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         self._losses: deque[float] = deque(maxlen=WINDOW)
@@ -106,6 +108,9 @@ class Guard:
         self._reached_skip_limit |= self._skips >= self._max_skips
         if leaf >= 0:
             self._nonfinite = int(step.metrics["nonfinite_micro_batch"]), leaf
+        if cause := failed_assumption(self._loss_fn, loss, step.batch.arrays):
+            # No overflow: the same batch is NaN with every loss scale.
+            raise RunInvalid(step, f"the loss is {loss:g}, {cause}")
         if is_skipped and not self._has_warned:
             # Integers are no cause here: a scale that is too large has the same effect.
             cause = cause_in_batch(loss, step.batch.arrays, ranges=False)

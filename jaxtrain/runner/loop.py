@@ -37,7 +37,7 @@ from jaxtrain.runner.resume import check_saved, saved_settings
 from jaxtrain.runner.signals import StopSignals
 from jaxtrain.runner.training import Evaluation, Training, build_training
 from jaxtrain.runner.unsaved import Unsaved
-from jaxtrain.step import TrainState, averaged, cause_in_batch
+from jaxtrain.step import TrainState, averaged, cause_in_batch, failed_assumption
 
 Resume = bool | Literal["auto"]
 
@@ -283,7 +283,9 @@ def _run_failed(session: Session, invalid: RunInvalid) -> RunFailed:
 
     note, newest, step = *processes.once(lambda: (save_batch(), max(saved_steps(run.checkpoints)))), whole.step
     loss = float(whole.metrics["loss"])
-    cause = cause_in_batch(loss, preflight.suspects(session.training.task, whole.batch.arrays))
+    task = session.training.task
+    is_told = failed_assumption(task.loss_fn, loss, whole.batch.arrays) is not None
+    cause = None if is_told else cause_in_batch(loss, preflight.suspects(task, whole.batch.arrays))
     return RunFailed(
         f"step {step}: {invalid.reason}: stopped{note}, the checkpoint of step {newest} is valid; "
         f"{f'the loss is {loss:g}, {cause}; ' if cause else ''}jaxtrain replay {run.path} {step} shows where it "

@@ -37,7 +37,7 @@ class Position:
         return cls(
             Batches(training.loader, source, recipe.stall_seconds, message, training.place),
             Interval(recipe, training.task, warn_low_scale=has_dynamic_scale),
-            Guard(recipe, state.params),
+            Guard(recipe, state.params, training.task.loss_fn),
             Patience(recipe.patience, training.task.best_metric, is_highest_best=training.task.is_highest_best),
             build_gauges(training, state, batch),
         )

@@ -37,7 +37,7 @@ from jaxtrain.runner.batches import FetchedBatch
 from jaxtrain.runner.optimizer import frozen, state_shapes, training_step
 from jaxtrain.runner.preflight import suspects
 from jaxtrain.runner.transfer import Place
-from jaxtrain.step import TrainState, TrainStep, averaged, cause_in_batch, eval_step, validated
+from jaxtrain.step import TrainState, TrainStep, averaged, cause_in_batch, eval_step, failed_assumption, validated
 
 
 class Evaluation(NamedTuple):
@@ -213,7 +213,9 @@ def held_out_evaluation(task: Task, recipe: Recipe, peek: Callable[[], Mapping[s
                     if peek is not None:
                         _check_names(batch, peek(), error)
                     raise
-                cause = cause or cause_in_batch(found[-1]["loss"].total, suspects(task, batch))
+                total = found[-1]["loss"].total
+                told = cause or failed_assumption(task.loss_fn, total, batch)
+                cause = told or cause_in_batch(total, suspects(task, batch))
             metrics = means(found)
         scores, answers = (
             ({}, {}) if task.evaluate_answers is None else split_media(task.evaluate_answers(state, False))

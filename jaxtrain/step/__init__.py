@@ -18,6 +18,7 @@ from jaxtrain.step.complex_parameters import refuse_complex as refuse_complex
 from jaxtrain.step.diagnosis import takes_one_batch as takes_one_batch
 from jaxtrain.step.evaluation import eval_step
 from jaxtrain.step.first_loss import cause_in_batch as cause_in_batch
+from jaxtrain.step.first_loss import failed_assumption as failed_assumption
 from jaxtrain.step.learning_rate import LearningRate as LearningRate
 from jaxtrain.step.learning_rate import descend as descend
 from jaxtrain.step.learning_rate import rate_at as rate_at

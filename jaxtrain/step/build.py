@@ -185,7 +185,7 @@ class TrainStep:
         except Exception as error:
             raise diagnosed(error, state, batch[0] if batch else {}, self.parts)  # noqa: B904
         if is_first and self.warns:
-            warn_of_first_loss(new[1], batch[0] if batch else {})
+            warn_of_first_loss(new[1], batch[0] if batch else {}, self.parts.loss.loss_fn)
         return new
 
 

@@ -54,14 +54,43 @@ def cause_in_batch(loss: Any, batch: Any, *, ranges: bool = True) -> str | None:
     return None
 
 
-def warn_of_first_loss(metrics: Mapping[str, Any], batch: Any) -> None:
+def failed_assumption(loss_fn: Any, loss: Any, batch: Any) -> str | None:
+    """Return which assumption of a loss_fn a batch does not fulfil, which makes its loss NaN.
+
+    Args:
+      loss_fn: The loss_fn. It may have an attribute `failed_assumption`, from a batch to a sentence or None.
+      loss: The loss.
+      batch: The batch.
+
+    Returns:
+      The end of a sentence that begins with the loss; None if the loss is not NaN, or all assumptions hold.
+
+    Example:
+      >>> def loss_fn(params, batch, rng): ...
+      >>> loss_fn.failed_assumption = lambda batch: "the batch has 2 rows, not 4" if len(batch) != 4 else None
+      >>> failed_assumption(loss_fn, np.nan, np.zeros(2))
+      'because the batch has 2 rows, not 4'
+    """
+    check = getattr(loss_fn, "failed_assumption", None)
+    if check is None or not np.isnan(np.asarray(loss)):
+        return None
+    found = check(batch)
+    return None if found is None else f"because {found}"
+
+
+def warn_of_first_loss(metrics: Mapping[str, Any], batch: Any, loss_fn: Any = None) -> None:
     """Warn if the first loss of a training is not finite and the batch holds a likely cause, or counts ignored labels.
 
     Called after the first call of a step; that of a resumed run is not the first of its training. A skipped update
-    changed nothing, and may be that of a loss scale that is still too large.
+    changed nothing, and may be that of a loss scale that is still too large, unless an assumption of loss_fn fails.
     """
     loss = metrics["loss"]
-    if not is_concrete(loss) or metrics["skipped"] or int(metrics["attempted"]) > 1:
+    if not is_concrete(loss) or int(metrics["attempted"]) > 1:
+        return
+    if cause := failed_assumption(loss_fn, loss, batch):
+        warn_user(f"the first loss is {loss}, {cause}")
+        return
+    if metrics["skipped"]:
         return
     if name := _counted_labels(float(metrics["weight"]), batch):
         warn_user(

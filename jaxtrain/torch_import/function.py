@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +15,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import AS_IS, OUT_IN, Layout, NameTable, TorchParam
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
+from jaxtrain.torch_import.assumptions import assumptions_of, checks_of
 from jaxtrain.torch_import.doubles import refuse_float64, refuse_rounded
 from jaxtrain.torch_import.graph import Captured, Graph, Spec, without_unused
 from jaxtrain.torch_import.interpret import first_draw, interpret
@@ -63,6 +64,11 @@ class GraphModel:
     _stacks: Stacks
     _tied: Mapping[str, str]
 
+    def __repr__(self) -> str:
+        count = sum(int(np.prod(x.shape)) for x in self.params.values())
+        lines = [f"{type(self).__name__}: {len(self.params)} parameters, {count:,} numbers", *self.assumptions]
+        return "\n  assumes that ".join(lines)
+
     @property
     def names(self) -> NameTable:
         """The table from `params` to PyTorch's names, which are the same but for stacks, with those of tied weights."""
@@ -87,6 +93,58 @@ class GraphModel:
         """
         found = {x for x in self.params if not self._frozen_tensors.isdisjoint(self._torch_param(x).names(0))}
         return found.__contains__ if found else none_frozen
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the graphs assume about a batch: each line of `forward` that reads a value, with that of the example.
+
+        A batch for which one does not hold is an error outside `jax.jit`, and has NaN in every floating-point output,
+        and in every gradient, inside.
+        """
+        graphs = [captured.graph for captured in self._captured.values()]
+        return tuple(dict.fromkeys(str(x) for graph in graphs for x in assumptions_of(graph)))
+
+    def failed_assumption(self, batch: Any, params: Params | None = None, state: Params | None = None) -> str | None:
+        """Return which assumption a batch does not fulfil, as a sentence with its line; None if all hold.
+
+        Args:
+          batch: Arrays in the structure of the example batch, with any number of its rows, and further axes before.
+          params: Parameters by name; None for those that were imported.
+          state: Buffers by name; None for those that were imported.
+
+        Example:
+          >>> import torch
+          >>> from jaxtrain.torch_import import from_torch
+          >>> model = from_torch(torch.nn.Linear(3, 2), np.ones((4, 3), np.float32))
+          >>> model.failed_assumption(np.ones((4, 3), np.float32))
+        """
+        try:
+            leaves, structure = jax.tree.flatten(self._chosen(batch))
+            if any(isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in leaves):
+                return None
+            arrays = [np.asarray(x) for x in leaves]
+        except UserError:
+            return None
+        given = {**self._buffers, **(self.state or {}), **(state or {})}
+        for key, captured in [*self._captured.items()]:
+            checks = checks_of(captured.graph)
+            if checks is None or key.structure != structure:
+                continue
+            evaluate = functools.partial(
+                interpret,
+                without_unused(checks, ()),
+                params=params or self.params,
+                state=given,
+                constants={**given, **captured.constants},
+                rng=jax.random.key(0),
+                ops=self._ops,
+            )
+            for part in _parts_of(arrays, key.specs):
+                try:
+                    evaluate(inputs=part)
+                except UserError as error:
+                    return str(error)
+        return None
 
     def no_decay(self, name: str) -> bool:
         """Return whether a parameter usually does not decay, for `optim.all_but`.
@@ -216,6 +274,7 @@ class GraphModel:
                 refuse_rounded(params, self.params)
                 return with_metrics(self(params, batch, rng)[0], batch)
 
+            loss_fn.failed_assumption = self.failed_assumption  # type: ignore[attr-defined]
             return loss_fn
 
         def loss_fn_with_state(params: Params, batch: Any, rng: Any, model_state: Params) -> Any:
@@ -223,6 +282,7 @@ class GraphModel:
             outputs, new_state = self(params, batch, rng, model_state)
             return (*with_metrics(outputs, batch), new_state)
 
+        loss_fn_with_state.failed_assumption = self.failed_assumption  # type: ignore[attr-defined]
         return loss_fn_with_state
 
     def task(self, loss: Callable[..., Any], **fields: Any) -> "Task":
@@ -300,6 +360,23 @@ class GraphModel:
     def _linear(self) -> Mapping[str, Layout]:
         """The layouts of the weights of linear layers, by name."""
         return linear_weights(next(iter(self._captured.values())).graph, self._stacks)
+
+
+def _parts_of(arrays: Sequence[np.ndarray], specs: Sequence[Spec]) -> list[list[Any]]:
+    """Return the parts of a batch that have the shapes of a graph's inputs: the micro-batches of a window."""
+    if len(arrays) != len(specs):
+        return []
+    pairs = [*zip(arrays, [spec.shape for spec in specs], strict=True)]
+    if all(x.shape == shape for x, shape in pairs):
+        return [[*arrays]]
+    if any(not shape or not shape[0] or x.ndim < len(shape) for x, shape in pairs):
+        return []
+    merged = [(x.reshape(-1, *x.shape[x.ndim - len(shape) + 1 :]), shape) for x, shape in pairs]
+    counts = {divmod(len(x), shape[0]) for x, shape in merged}
+    if len(counts) > 1 or any(x.shape[1:] != shape[1:] for x, shape in merged):
+        return []
+    ((count, rest),) = counts
+    return [] if rest else [[x[i * shape[0] : (i + 1) * shape[0]] for x, shape in merged] for i in range(count)]
 
 
 def _check_values(graph: Graph, buffers: Mapping[str, Any]) -> None:

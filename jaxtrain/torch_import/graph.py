@@ -41,6 +41,12 @@ GRADIENT = "jaxtrain.gradient.default"
 arguments are three tuples of values of the graph: outputs, inputs, and gradients of the outputs."""
 LEAF = "jaxtrain.leaf.default"
 """A tensor from the point where it requires a gradient, as by `x.requires_grad_()`: the same values without history."""
+COND = "jaxtrain.cond.default"
+"""Two ways to the same results. Its arguments are a condition and a tuple of values that the ways read, its keyword
+arguments two graphs of these values, `holds` and `otherwise`."""
+ASSUMED = "jaxtrain.assumed.default"
+"""1 where values of the graph are the `answers` that `forward` read of the example, else NaN. The keyword argument
+`sources` has the line of PyTorch code that reads each."""
 
 RECOMPUTED = "jaxtrain.recomputed.default"
 """An elementwise formula whose intermediate values the backward pass computes again, in low precision. Its keyword
@@ -169,6 +175,27 @@ class ModuleCall(NamedTuple):
     lines: tuple[Line, ...]
 
 
+class Assumption(NamedTuple):
+    """A value of a graph that is read as a Python number or condition, and is taken as the same for every batch.
+
+    Attributes:
+      value: The value in the graph.
+      answer: What it was for the example.
+      source: The line of PyTorch code that reads it.
+      is_branch: Whether it is a condition that the code itself asks for, whose other answer is another path.
+      is_random: Whether it depends on random numbers.
+    """
+
+    value: Ref
+    answer: bool | int | float
+    source: str
+    is_branch: bool = False
+    is_random: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.source} reads {self.answer}"
+
+
 class Captured(NamedTuple):
     """A captured forward pass.
 
@@ -178,12 +205,14 @@ class Captured(NamedTuple):
       origins: The calls of modules around each operation of PyTorch, outermost first, by the operation's name.
       unused: Parameters that have no gradient in PyTorch although the graph depends on them, as a bias whose energy is
         differentiated.
+      assumptions: Values that it reads as Python numbers and conditions of the example.
     """
 
     graph: Graph
     constants: dict[str, np.ndarray]
     origins: Mapping[str, tuple[ModuleCall, ...]] = MappingProxyType({})
     unused: frozenset[str] = frozenset()
+    assumptions: tuple["Assumption", ...] = ()
 
 
 def references(value: Any) -> Iterator[str]:

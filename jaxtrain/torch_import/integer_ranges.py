@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.torch_import.graph import GETITEM, Graph, Node, Ref, Spec, references
+from jaxtrain.torch_import.graph import COND, GETITEM, Graph, Node, Ref, Spec, references
 from jaxtrain.torch_import.ops import TABLE
 
 Range = tuple[int, int]
@@ -99,6 +99,8 @@ class _Ranges:
             of, place = node.args
             found = self.found[of.name]
             return found[place] if isinstance(found, list) else found
+        if node.op == COND:
+            return [*map(_union, self._of_path(node, "holds"), self._of_path(node, "otherwise"))]
         if isinstance(node.spec, tuple):
             return self._of_several(node, node.spec)
         if packet_of(node) in ("item", "_local_scalar_dense"):
@@ -106,6 +108,12 @@ class _Ranges:
         if not isinstance(node.spec, Spec) or not is_integer(node.spec.dtype):
             return (0, 1) if isinstance(node.spec, Spec) and node.spec.dtype == "bool" else None
         return _within_dtype(self._of_integers(node), node.spec)
+
+    def _of_path(self, node: Node, name: str) -> list[Range | None]:
+        """Return the ranges of the results of a condition's path."""
+        graph: Graph = node.kwargs[name]
+        found = _Ranges(graph, {}, self._hull(node) or INT32, INT32).found
+        return [found[ref.name] for ref in graph.outputs]
 
     def _of_several(self, node: Node, specs: tuple[Spec | None, ...]) -> list[Range | None]:
         of_arguments = self._hull(node)
@@ -170,6 +178,10 @@ class _Ranges:
         if (bound := self._operand(most)) is not None:
             low, high = min(low, bound[0]), min(high, bound[1])
         return low, high
+
+
+def _union(a: Range | None, b: Range | None) -> Range | None:
+    return None if a is None or b is None else (min(a[0], b[0]), max(a[1], b[1]))
 
 
 _WITH_NUMBERS = names("masked_fill fill scatter index_fill where")

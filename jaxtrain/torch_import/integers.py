@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Dtype, Graph, Node, references
+from jaxtrain.torch_import.graph import COND, CUSTOM, GETITEM, Dtype, Graph, Node, references
 from jaxtrain.torch_import.integer_ranges import (
     INT32,
     INT64_RANGE,
@@ -99,7 +99,7 @@ def _has_large_number(node: Node) -> bool:
 
 
 def _has_custom(graph: Graph) -> bool:
-    return any(node.op == CUSTOM for node in graph.nodes)
+    return any(node.op in (COND, CUSTOM) for node in graph.nodes)
 
 
 def _read_exactly(graph: Graph, wide: Collection[str], ranges: Mapping[str, Any]) -> set[str]:
@@ -122,7 +122,7 @@ def _replaced(node: Node, exact: Collection[str], ranges: Mapping[str, Any], ops
     reads = bool({*references((node.args, node.kwargs))} & {*exact})
     if node.op == GETITEM:
         return node
-    if node.op == CUSTOM:
+    if node.op in (COND, CUSTOM):
         inside = INT64_RANGE if reads else INT32
         graphs = {
             key: with_int64(value, {}, ops, inside, inner=True) if isinstance(value, Graph) else value

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.gradients import gradient
 from jaxtrain.torch_import.graph import (
+    COND,
     CUSTOM,
     GETITEM,
     GRADIENT,
@@ -106,6 +107,8 @@ def _evaluated(node: Node, values: Values, rng: jax.Array | None, table: Values,
         return _recomputed(node, args, table)
     if node.op == REPEAT:
         return _repeated(node, args, rng, table, drawn)
+    if node.op == COND:
+        return _branched(node, args, rng, table, drawn)
     kwargs = resolved(node.kwargs, values.__getitem__)
     if node.promoted is not None:
         args, kwargs = jax.tree.map(lambda x, to=node.promoted: _promoted(x, to), (args, kwargs))
@@ -141,6 +144,25 @@ def _repeated(node: Node, args: Any, rng: jax.Array | None, table: Values, drawn
     return (*carry, *results)
 
 
+def _branched(node: Node, args: Any, rng: jax.Array | None, table: Values, drawn: Any) -> tuple[jax.Array, ...]:
+    """Evaluate the path of a condition, outside a trace alone."""
+    condition, operands = jax.tree.map(as_int64, args)
+
+    def path(name: str) -> Callable[..., tuple[jax.Array, ...]]:
+        graph = node.kwargs[name]
+
+        def run(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            outputs = _interpret(graph, {}, operands, rng, table, drawn)[0]
+            return tuple(_as(x, spec) for x, spec in zip(outputs, node.spec, strict=True))  # type: ignore[arg-type]
+
+        return run
+
+    if not isinstance(condition, jax.core.Tracer):
+        return path("holds" if bool(condition) else "otherwise")(*operands)
+    found: tuple[jax.Array, ...] = jax.lax.cond(condition.astype(bool), path("holds"), path("otherwise"), *operands)
+    return found
+
+
 def first_draw(graph: Graph) -> Node | None:
     """Return the first operation of a graph that draws random numbers which its results depend on; None without one."""
     for node in without_unused(graph, ()).nodes:
@@ -156,6 +178,8 @@ def _draws(node: Node) -> int:
     """Return how many operations that draw random numbers a node contains."""
     if node.op == REPEAT:
         return int(node.kwargs["length"] * sum(map(_draws, node.kwargs["body"].nodes)))
+    if node.op == COND:
+        return max(sum(map(_draws, node.kwargs[name].nodes)) for name in ("holds", "otherwise"))
     return int(node.op in RANDOM)
 
 

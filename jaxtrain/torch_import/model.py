@@ -1,6 +1,7 @@
 """A PyTorch module as a pure function of its parameters."""
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +32,7 @@ from jaxtrain.torch_import.saved import save
 if TYPE_CHECKING:
     import torch
 
-    from jaxtrain.torch_import.capture import Beside, Structure
+    from jaxtrain.torch_import.capture import Beside, Example, Structure
     from jaxtrain.torch_import.graph import Captured
     from jaxtrain.torch_import.source import Pass
     from parity import Case
@@ -311,12 +312,12 @@ class ImportedModel(GraphModel):
     def _capture(self, params: Params, batch: Any, *, train: bool) -> "Captured":
         key = self._key(params, batch, train=train)
         if key not in self._captured:
-            self._captured[key] = self._finished(self._exported(key))
+            self._captured[key] = self._finished(self._exported(key, batch))
         return self._captured[key]
 
-    def _exported(self, key: Key) -> "Captured":
+    def _exported(self, key: Key, batch: Any = None) -> "Captured":
         """Return the graph of a forward pass with the parameters of PyTorch, as JAX evaluates it."""
-        captured = self._traced(key)
+        captured = self._traced(key, batch)
         constants = {**self._buffers, **captured.constants}
         graph = captured.graph
         if not has_gradient_inside(graph):
@@ -325,34 +326,57 @@ class ImportedModel(GraphModel):
         refuse_float64(graph)
         return captured._replace(graph=graph)
 
-    def _beside(self, key: Key) -> "Beside | None":
+    def _beside(self, key: Key, batch: Any) -> "Beside | None":
         """Return the module and the example, for the first capture of each mode."""
-        from jaxtrain.torch_import.capture import Beside, example_tensors
+        from jaxtrain.torch_import.capture import Beside
 
         if key.train in self._compared or key.dtype != self._dtype:
             return None
-        leaves = example_tensors(jax.tree.leaves(self._chosen(self.example)), key.specs)
-        module = self._structure.own()
-        if leaves is None or (module is None and self._has_no_weights):
+        leaves, module = self._leaves_for(key, batch), self._module()
+        if leaves is None or module is None:
             return None
-        module = self.to_torch() if module is None else module
         if not has_64_bits() and any(str(x.dtype).endswith("float64") for x in module.parameters()):
             return None  # the import is refused
         return Beside(module, self.call, leaves)
 
-    def _traced(self, key: Key) -> "Captured":
+    def _module(self) -> "torch.nn.Module | None":
+        """Return the module that was imported, or a copy; None if it has no weights."""
+        module = self._structure.own()
+        return self.to_torch() if module is None and not self._has_no_weights else module
+
+    def _example_of(self, key: Key, batch: Any) -> "Example | None":
+        """Return the values for which questions of a capture are answered: those of a batch, or of the example."""
+        from jaxtrain.torch_import.capture import Example
+
+        leaves, module = self._leaves_for(key, batch), self._module()
+        if leaves is None or module is None or any(x.is_meta for x in module.parameters()):
+            return None
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        return Example({name: x.detach().cpu() for name, x in named}, leaves)
+
+    def _leaves_for(self, key: Key, batch: Any) -> "list[torch.Tensor] | None":
+        """Return the tensors of the example, or of a batch with values where that has other shapes."""
+        from jaxtrain.torch_import.capture import example_tensors
+
+        example = jax.tree.leaves(self._chosen(self.example))
+        leaves = [] if batch is None else jax.tree.leaves(self._chosen(batch))
+        has_values = leaves and not any(isinstance(x, jax.core.Tracer) for x in leaves)
+        is_like = [np.shape(x) for x in example] == [spec.shape for spec in key.specs]
+        return example_tensors(leaves if has_values and not is_like else example, key.specs)
+
+    def _traced(self, key: Key, batch: Any = None) -> "Captured":
         """Return the graph of a forward pass as PyTorch traces it, compared with the module the first time."""
-        beside = self._beside(key)
+        beside = self._beside(key, batch)
         if beside is not None and (few := _first_rows(key, beside)) is not None:
             # The module computes a few rows as it computes many, in less memory.
             with contextlib.suppress(UserError):  # which may be of the few rows: then all are compared
                 self._capture_of(*few)
                 beside = None
-        captured = self._capture_of(key, beside)
+        captured = self._capture_of(key, beside, batch)
         self._compared |= {key.train} if key.dtype == self._dtype else set()
         return captured
 
-    def _capture_of(self, key: Key, beside: "Beside | None") -> "Captured":
+    def _capture_of(self, key: Key, beside: "Beside | None", batch: Any = None) -> "Captured":
         from jaxtrain.torch_import.capture import capture
 
         return capture(
@@ -363,6 +387,7 @@ class ImportedModel(GraphModel):
             dtype=key.dtype,
             ops=frozenset(self._ops),
             beside=beside,
+            example=functools.cache(partial(self._example_of, key, batch)),
         )
 
     def _batch_of(self, key: Key, tensors: Sequence[Any]) -> Any:

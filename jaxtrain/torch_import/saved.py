@@ -18,6 +18,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import TorchParam, read_torch
 from jaxtrain.torch_import.function import GraphModel, Key, Params
 from jaxtrain.torch_import.graph import (
+    COND,
     CUSTOM,
     GETITEM,
     GRADIENT,
@@ -147,7 +148,9 @@ def load_imported(folder: Path | str, *, ops: Mapping[str, Callable[..., Any]] |
         operations = {op for entry in contents["graphs"] for op in _operations(entry["graph"])}
     except INVALID as error:
         raise _invalid(path / GRAPHS, error) from error
-    if missing := sorted(operations - TABLE.keys() - {CUSTOM, GETITEM, GRADIENT, RECOMPUTED, REPEAT} - {*(ops or {})}):
+    if missing := sorted(
+        operations - TABLE.keys() - {COND, CUSTOM, GETITEM, GRADIENT, RECOMPUTED, REPEAT} - {*(ops or {})}
+    ):
         raise UserError(
             f'{path} has the operation {missing[0]}, which has no function here: pass ops={{"{missing[0]}": function}}'
         )

@@ -56,6 +56,8 @@ def task_of(
         result: tuple[Any, ...] = loss_fn(params, batch, rng)
         return (*result, model_state)
 
+    with_constants.failed_assumption = getattr(loss_fn, "failed_assumption", None)  # type: ignore[attr-defined]
+
     given = {
         "init": init,
         "loss_fn": with_constants if whole and state is None else loss_fn,

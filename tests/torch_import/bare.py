@@ -44,9 +44,9 @@ class WithLoss(nn.Module):
         return {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
 
 
-class Branch(nn.Module):
+class Sized(nn.Module):
     def forward(self, x):
-        return x if x.sum() > 0 else -x
+        return x[: int(x.sum() * 1000)]
 
 
 def net():
@@ -65,5 +65,5 @@ def linear():
     return nn.Linear(3, 2), np.ones((4, 3), np.float32)
 
 
-def branch():
-    return Branch(), np.ones(3, np.float32)
+def sized():
+    return Sized(), np.ones(3, np.float32)

@@ -152,10 +152,6 @@ def coin(module: Any, x: torch.Tensor) -> torch.Tensor:
     return x * module.w if random.random() < 0.5 else x
 
 
-def branch(module: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * module.w if x.sum() > 0 else x
-
-
 def selected(module: Any, x: torch.Tensor) -> torch.Tensor:
     return (x * module.w)[x > 0].sum()
 
@@ -187,7 +183,6 @@ def unknown(module: Any, x: torch.Tensor) -> torch.Tensor:
     ("fn", "message", "line"),
     [
         (coin, "random.random would be drawn once", "random.random() < 0.5"),
-        (branch, "depends on a tensor's value", "if x.sum() > 0"),
         (selected, "shape depends on a tensor's value", "[x > 0].sum()"),
         (changed_without_gradient, "in place under torch.no_grad", "y.mul_(2)"),
         (unknown, "has no JAX counterpart", "torch.special.bessel_j0"),

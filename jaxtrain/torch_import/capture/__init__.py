@@ -10,6 +10,8 @@ lifted     constants of the passes of autograd.Function
 packed     packed sequences, which stay padded
 finite     checks for finite numbers
 known_values  tensors computed from constants
+questions  values that forward reads, answered as for the example
+symbolic   arithmetic on numbers that are read from tensors
 bincount   histograms with a fixed number of bins
 in_float64 code that asks for float32, in float64
 attributes what forward assigns besides buffers
@@ -40,6 +42,7 @@ from jaxtrain.torch_import.capture.causal_lm import (
 from jaxtrain.torch_import.capture.export import capture
 from jaxtrain.torch_import.capture.packed_rows import packed_call, plain_call
 from jaxtrain.torch_import.capture.pretrained import pretrained
+from jaxtrain.torch_import.capture.questions import Example
 from jaxtrain.torch_import.capture.structure import (
     Structure,
     as_array,
@@ -54,6 +57,7 @@ from jaxtrain.torch_import.capture.structure import (
 
 __all__ = [
     "Beside",
+    "Example",
     "Structure",
     "adaptable_weights",
     "as_array",

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jaxtrain.torch_import.capture.custom_gradients import Call
 from jaxtrain.torch_import.capture.eager import evaluated
+from jaxtrain.torch_import.capture.questions import Question
 from jaxtrain.torch_import.capture.reached import (
     GLOBAL,
     Generator,
@@ -68,12 +69,34 @@ class Program(NamedTuple):
       result: Structure of its results.
       calls: The calls of `torch.autograd.Function` in it.
       draws: Whether the capture drew from the global random numbers of Python and NumPy.
+      asked: The questions that were answered as for the example. Their values are its last results.
     """
 
     exported: torch.export.ExportedProgram
     result: Any
     calls: Sequence[Call]
     draws: bool
+    asked: Sequence[Question]
+
+    def without_asked(self, outputs: Sequence[Any]) -> Sequence[Any]:
+        """Return the results of the module.
+
+        Raises:
+          AnotherPath: A question has another answer than for the example.
+        """
+        count = len(outputs) - len(self.asked)
+        for question, value in zip(self.asked, outputs[count:], strict=True):
+            if question.is_another(value):
+                raise AnotherPath(question, value)
+        return outputs[:count]
+
+
+class AnotherPath(Exception):  # noqa: N818
+    """The module takes another path than for the example, which the program does not have."""
+
+    def __init__(self, question: Question, value: Any) -> None:
+        super().__init__()
+        self.question, self.number = question, question.number(value)
 
 
 class Results(NamedTuple):
@@ -87,7 +110,7 @@ class Comparison(NamedTuple):
     """A program and the module that it was captured from.
 
     Attributes:
-      program: The program.
+      programs: The programs of its paths.
       module: The user's module.
       run: Calls it.
       leaves: Tensors of a batch that the module can be called with.
@@ -95,10 +118,10 @@ class Comparison(NamedTuple):
       reached: What the module reaches, which is left as it was.
       device: Where the module is.
       products: About how many products with parameters a pass computes.
-      constants: Tensors that the program reads besides parameters and buffers, with their values at the capture.
+      constants: Tensors that each program reads besides parameters and buffers, with their values at the capture.
     """
 
-    program: Program
+    programs: Sequence[Program]
     module: torch.nn.Module
     run: Run
     leaves: Sequence[torch.Tensor]
@@ -106,7 +129,7 @@ class Comparison(NamedTuple):
     reached: Sequence[Any]
     device: torch.device
     products: float
-    constants: Mapping[str | None, Any]
+    constants: Sequence[Mapping[str | None, Any]]
 
     @contextlib.contextmanager
     def on(self, weights: bool, inputs: bool) -> Iterator[Sequence[torch.Tensor]]:
@@ -145,8 +168,23 @@ class Comparison(NamedTuple):
     def ours(
         self, leaves: Sequence[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
     ) -> Results:
-        """Return what the program computes, of changed operands."""
-        exported, own = self.program.exported, _params(self.module)
+        """Return what the program of the path that these leaves take computes, of changed operands."""
+        errors = []
+        for program, constants in zip(self.programs, self.constants, strict=True):
+            try:
+                return self._computed(program, constants, leaves, change)
+            except Exception as error:  # also of an operation that values of another path do not fit
+                errors.append(error)
+        raise next((error for error in errors if isinstance(error, AnotherPath)), errors[0])
+
+    def _computed(
+        self,
+        program: Program,
+        constants: Mapping[str | None, Any],
+        leaves: Sequence[torch.Tensor],
+        change: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Results:
+        exported, own = program.exported, _params(self.module)
         by_id = {id(x): change(x.detach()).requires_grad_(x.requires_grad) for x in own.values()}
         params = {name: by_id[id(x)] for name, x in own.items()}
         own = dict(self.module.named_buffers(remove_duplicate=False))
@@ -162,13 +200,13 @@ class Comparison(NamedTuple):
             elif kind == "USER_INPUT":
                 value = next(inputs)
             else:
-                value = self.constants[spec.target]
+                value = constants[spec.target]
                 value = value.clone() if isinstance(value, torch.Tensor) else value
             given.append(value)
         torch.manual_seed(_SEED)
-        outputs = evaluated(exported, given, self.program.calls, self.device)
+        outputs = program.without_asked(evaluated(exported, given, program.calls, self.device))
         buffers = {name: by_id[id(x)] for name, x in own.items()}
-        return _results(self.program.result, outputs, buffers, self._trained(params))
+        return _results(program.result, outputs, buffers, self._trained(params))
 
     @property
     def has_gradients(self) -> bool:
@@ -180,11 +218,11 @@ class Comparison(NamedTuple):
         return {name: x for name, x in params.items() if x.requires_grad} if self.has_gradients else {}
 
 
-def refuse_disagreement(program: Program, beside: Beside, run: Run, *, train: bool) -> None:
-    """Refuse a program that computes something else than the module which it was captured from.
+def refuse_disagreement(programs: Sequence[Program], beside: Beside, run: Run, *, train: bool) -> None:
+    """Refuse programs that compute something else than the module which they were captured from.
 
     Args:
-      program: The program.
+      programs: The programs of the paths of `forward`.
       beside: The module, which is left as it was, with a batch.
       run: Calls it with tensors in their order.
       train: Whether the program is that of the training mode.
@@ -197,12 +235,10 @@ def refuse_disagreement(program: Program, beside: Beside, run: Run, *, train: bo
         return
     device = next((x.device for x in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     leaves = [x.to(device) for x in beside.leaves]
-    products = _products(program.exported)
-    constants = {
-        name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in program.exported.constants.items()
-    }
+    products = _products(programs[0].exported)
+    constants = [_values_of(program.exported.constants) for program in programs]
     found = reached_by(module, beside.call)
-    sides = Comparison(program, module, run, leaves, train, found, device, products, constants)
+    sides = Comparison(programs, module, run, leaves, train, found, device, products, constants)
     threads = 1 if products <= _LARGEST_ON_ONE_THREAD else torch.get_num_threads()
     with quiet(), torch.compiler.set_stance("force_eager"), torch.enable_grad(), _threads(threads), _saved(sides):
         for values in _VALUES:
@@ -210,9 +246,14 @@ def refuse_disagreement(program: Program, beside: Beside, run: Run, *, train: bo
                 return
 
 
+def _values_of(constants: Mapping[str | None, Any]) -> dict[str | None, Any]:
+    return {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in constants.items()}
+
+
 def _saved(sides: Comparison) -> contextlib.AbstractContextManager[Any]:
     """Drop what operations save for a backward pass that is not computed."""
-    has_gradients = any(str(node.target) == GRADIENT for node in sides.program.exported.graph_module.graph.nodes)
+    nodes = [node for program in sides.programs for node in program.exported.graph_module.graph.nodes]
+    has_gradients = any(str(node.target) == GRADIENT for node in nodes)
     if has_gradients or sides.has_gradients:
         return contextlib.nullcontext()
 
@@ -236,12 +277,15 @@ def _threads(count: int) -> Iterator[None]:
 def _is_compared(sides: Comparison, values: tuple[bool, bool]) -> bool:
     """Compare the two sides; return False if the module rejects values that are not the example's."""
     # A rate of 0 draws from the global ones without effect.
-    generators = sides.generators if sides.program.draws else sides.generators[: -len(GLOBAL)]
+    generators = sides.generators if any(x.draws for x in sides.programs) else sides.generators[: -len(GLOBAL)]
     with sides.on(*values) as leaves:
         ours = _result_or_error(lambda: sides.ours(leaves))
         before = [x.state for x in generators]
         theirs = _result_or_error(lambda: sides.theirs(leaves))
         drawn = [x for x, state in zip(generators, before, strict=True) if not same_state(x.state, state)]
+    if isinstance(ours, AnotherPath):
+        _refuse_certain(ours, values)
+        return False
     if isinstance(theirs, Exception):
         if any(values) or isinstance(ours, Exception):
             return not any(values)  # PyTorch has no kernel, or the example is not one.
@@ -272,6 +316,27 @@ def _is_compared(sides: Comparison, values: tuple[bool, bool]) -> bool:
     if different := _different(ours, theirs, rounded):
         raise _disagreement(sides, values, ours, different)
     return True
+
+
+def _refuse_certain(found: AnotherPath, values: tuple[bool, bool]) -> None:
+    """Refuse a program that assumes what cannot hold for other batches.
+
+    These are numbers of floating-point values, which differ from batch to batch, and what a second call with the same
+    weights and inputs reads otherwise than the first.
+    """
+    question, number = found.question, found.number
+    if not any(values):
+        raise refusal(
+            f"forward reads {question.answer} in its first call and {number} in the next one",
+            "decide it without state that a call changes",
+            question.source,
+        )
+    if type(question.answer) is not bool and question.is_of_floats:
+        raise refusal(
+            f"a Python number depends on floating-point values: forward reads {question.answer}, then {number}",
+            "use tensors, or pass the number by itself",
+            question.source,
+        )
 
 
 def _disagreement(sides: Comparison, values: tuple[bool, bool], ours: Results, different: str) -> Exception:

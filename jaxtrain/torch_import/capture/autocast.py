@@ -65,6 +65,10 @@ class Calls(NamedTuple):
     conversions: frozenset[Call]
     products: frozenset[Call]
 
+    def union(self, other: "Calls") -> "Calls":
+        """Return the calls of both."""
+        return Calls(self.conversions | other.conversions, self.products | other.products)
+
 
 def calls_under_autocast(run: Callable[[], Any]) -> Calls:
     """Return the calls that a module's forward pass makes.

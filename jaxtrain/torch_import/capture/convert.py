@@ -14,8 +14,22 @@ from jaxtrain.torch_import.capture import known_values
 from jaxtrain.torch_import.capture.autocast import MARKS, unmarked
 from jaxtrain.torch_import.capture.lifted import Function
 from jaxtrain.torch_import.capture.origins import origins_of
+from jaxtrain.torch_import.capture.questions import Question
 from jaxtrain.torch_import.capture.structure import dtype_name
-from jaxtrain.torch_import.graph import CUSTOM, GETITEM, GRADIENT, Captured, Dtype, Graph, Input, Node, Ref, Spec
+from jaxtrain.torch_import.capture.symbolic import OF_NUMBERS
+from jaxtrain.torch_import.graph import (
+    CUSTOM,
+    GETITEM,
+    GRADIENT,
+    Assumption,
+    Captured,
+    Dtype,
+    Graph,
+    Input,
+    Node,
+    Ref,
+    Spec,
+)
 from jaxtrain.torch_import.layers import mapped
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal, source_line
@@ -39,6 +53,7 @@ def converted(
     aliases: Mapping[str, str],
     known: Collection[str],
     functions: Mapping[int, Function],
+    asked: Sequence[Question],
 ) -> Captured:
     """Return the graph of an exported program.
 
@@ -48,6 +63,7 @@ def converted(
       aliases: First name of each parameter and buffer, by each of its names.
       known: Operations that have a function.
       functions: Calls of `torch.autograd.Function`, by number.
+      asked: The questions whose values are its last outputs.
 
     Returns:
       The graph, with the tensors that are neither parameters nor buffers, and the calls around each operation.
@@ -65,11 +81,18 @@ def converted(
         for name, x in folded.items()
     )
     constants |= {f"{name}.value": tensor_to_numpy(x) for name, x in folded.items()}
-    nodes, values = unmarked(given)
-    state, outputs = mapped(_results(exported, aliases), lambda ref: Ref(values.get(ref.name, ref.name)))
+    nodes, names = unmarked(given)
+    state, outputs = mapped(_results(exported, aliases), lambda ref: Ref(names.get(ref.name, ref.name)))
     for function in functions.values():
         inputs, constants = (*inputs, *function.inputs), {**constants, **function.constants}
-    return Captured(Graph(inputs, tuple(nodes), _filled(result, outputs), state), constants, origins_of(exported))
+    values, places = outputs[: len(outputs) - len(asked)], outputs[len(outputs) - len(asked) :]
+    graph = Graph(inputs, tuple(nodes), _filled(result, values), state)
+    assumptions = tuple(map(_assumption, places, asked))
+    return Captured(graph, constants, origins_of(exported), assumptions=assumptions)
+
+
+def _assumption(value: Any, question: Question) -> Assumption:
+    return Assumption(value, question.answer, question.source, question.is_branch, question.is_random)
 
 
 def _inputs(
@@ -156,6 +179,8 @@ def _custom(node: torch.fx.Node, functions: Mapping[int, Function]) -> Node:
 
 def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
     key, source = key_of(node.target), source_line(node.meta.get("stack_trace"))
+    if node.target in OF_NUMBERS:
+        return _of_numbers(node, source)
     if key == "aten.instance_norm.default" and node.args[3] is not None and node.args[5]:
         raise refusal("torch.instance_norm with running statistics", "use F.instance_norm", source)
     if key.startswith("aten.linalg") and len({x.meta["val"].dtype for x in node.all_input_nodes}) > 1:
@@ -183,6 +208,16 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
         _module(node),
         source,
     )
+
+
+def _of_numbers(node: torch.fx.Node, source: str) -> Node:
+    """Return the node of Python arithmetic on numbers that are read from tensors."""
+    key, kwargs = OF_NUMBERS[node.target]
+    spec = _specs(node.meta["val"], node)
+    args = tuple(_argument(arg, node) for arg in node.args)
+    values = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in node.args]
+    promoted = "float64" if any(isinstance(x, float | torch.SymFloat) for x in values) else "int64"
+    return Node(node.name, key, args, dict(kwargs), spec, promoted, _module(node), source)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

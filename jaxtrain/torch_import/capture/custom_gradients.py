@@ -24,6 +24,10 @@ _LIBRARY.define(f"{CUSTOM.split('.')[1]}(int number, Tensor[] tensors) -> Tensor
 _CALLS: ContextVar[list["Call"]] = ContextVar("calls of autograd.Function in the module that is traced")
 
 
+_INDEXING = ("torch._dynamo._trace_wrapped_higher_order_op", "torch._functorch.autograd_function")
+"""Modules of PyTorch whose functions are an index inside `torch.vmap`, with the gradient of one."""
+
+
 @torch.library.register_fake("jaxtrain::custom_function")
 def _outputs(number: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the shapes and dtypes of a call's outputs."""
@@ -41,6 +45,8 @@ def recorded_calls() -> Iterator[list["Call"]]:
         stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
         if cls is torch.utils.checkpoint.CheckpointFunction:
             return _checkpointed(*args, source=source_line(stack))
+        if cls.__module__ in _INDEXING:
+            return original(cls, *args)
         call, number = Call(cls, args, source_line(stack)), len(calls)
         calls.append(call)
         tensors = [x for x in args if isinstance(x, torch.Tensor)]

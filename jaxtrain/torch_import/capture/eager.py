@@ -1,15 +1,19 @@
 """A program of `torch.export`, evaluated by PyTorch's own kernels."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from jaxtrain.torch_import.capture.custom_gradients import Call
 from jaxtrain.torch_import.capture.functions import ctc_loss_of_tensors
 from jaxtrain.torch_import.capture.packed import rnn_of_padded
 from jaxtrain.torch_import.graph import CUSTOM, GRADIENT
+from jaxtrain.torch_import.ops import RANDOM
 
 
 def evaluated(
@@ -24,6 +28,120 @@ def evaluated(
       device: Where new tensors are made; the program says the CPU.
     """
     return list(_Evaluation(exported.graph_module, calls, device).run(*given))
+
+
+class Unevaluated(Exception):  # noqa: N818
+    """A node has no value: it depends on random numbers, gradients or tensors without values."""
+
+
+def value_of(
+    node: torch.fx.Node, given: Mapping[torch.fx.Node, Callable[[], torch.Tensor]], root: Any, calls: Sequence[Call]
+) -> Any:
+    """Return the value of a node of a graph that is being traced, inside `untraced`.
+
+    Args:
+      node: The node.
+      given: Returns the value of a placeholder.
+      root: The module with the constants of the graph.
+      calls: The calls of `torch.autograd.Function` in it.
+
+    Raises:
+      Unevaluated: The value is not known.
+    """
+    needed = _needed_for(node)
+    evaluation = _Evaluation(torch.fx.GraphModule({}, torch.fx.Graph()), calls, torch.device("cpu"))
+    values: dict[torch.fx.Node, Any] = {}
+    try:
+        for x in node.graph.nodes:
+            if x in needed:
+                values[x] = _value(x, values, given, root, evaluation)
+    except Unevaluated:
+        raise
+    except Exception as error:  # any of PyTorch's
+        raise Unevaluated from error
+    return values[node]
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Compute with values, and trace nothing, while entered."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+def draws(nodes: Sequence[torch.fx.Node]) -> bool:
+    """Return whether nodes depend on random numbers."""
+    return any(map(_draws, set[torch.fx.Node]().union(*map(_needed_for, nodes))))
+
+
+def is_of_floats(nodes: Sequence[torch.fx.Node]) -> bool:
+    """Return whether nodes depend on inputs of a graph that are floating-point."""
+    needed = set[torch.fx.Node]().union(*map(_needed_for, nodes))
+    given = [x.meta.get("val") for x in needed if x.op == "placeholder"]
+    return any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in given)
+
+
+def _value(
+    node: torch.fx.Node,
+    values: Mapping[torch.fx.Node, Any],
+    given: Mapping[torch.fx.Node, Callable[[], torch.Tensor]],
+    root: Any,
+    evaluation: "_Evaluation",
+) -> Any:
+    if node.op == "placeholder" and node in given:
+        # Operations in place change it.
+        return given[node]().detach().to(node.meta["val"].dtype, copy=True)
+    if node.op == "get_attr":
+        constant = getattr(root, str(node.target))
+        constant = constant.constant if isinstance(constant, FakeTensor) else constant
+        if not isinstance(constant, torch.Tensor):
+            raise Unevaluated
+        return constant.clone()
+    if node.op != "call_function" or str(node.target) == GRADIENT or _draws(node):
+        raise Unevaluated
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    return evaluation.call_function(node.target, args, kwargs)
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    """Return whether a node draws random numbers; one of dropout in evaluation does not."""
+    draws = RANDOM.get(str(node.target))
+    return draws is not None and draws(*node.args, **node.kwargs)
+
+
+def _needed_for(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """Return the nodes that a value depends on, with the operations in place on them before it."""
+    needed, pending = set[torch.fx.Node](), [node]
+    written: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+    for x in node.graph.nodes:
+        if _is_in_place(x):
+            for changed in x.all_input_nodes:
+                written.setdefault(_base(changed), []).append(x)
+    while pending:
+        x = pending.pop()
+        if x not in needed:
+            needed.add(x)
+            pending += [*x.all_input_nodes, *written.get(_base(x), ())]
+    return needed
+
+
+def _is_in_place(node: torch.fx.Node) -> bool:
+    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
+
+
+def writes(graph: torch.fx.Graph) -> int:
+    """Return how many operations in place a graph has."""
+    return sum(map(_is_in_place, graph.nodes))
+
+
+def _base(node: torch.fx.Node) -> torch.fx.Node:
+    """Return the node whose memory a node may be a view of."""
+    while isinstance(node.target, torch._ops.OpOverload) and node.all_input_nodes:
+        returned = node.target._schema.returns
+        if not returned or returned[0].alias_info is None:
+            break
+        node = node.all_input_nodes[0]
+    return node
 
 
 class _Evaluation(torch.fx.Interpreter):

@@ -15,11 +15,14 @@ import torch
 from torch.utils import _pytree
 
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.assumptions import assuming
 from jaxtrain.torch_import.capture.agreement import Beside, Program, refuse_disagreement
 from jaxtrain.torch_import.capture.attributes import attributes_of, changed, refuse_state
 from jaxtrain.torch_import.capture.autocast import Calls, calls_under_autocast, marked, without_marks_of_changed
 from jaxtrain.torch_import.capture.bincount import check_bins
+from jaxtrain.torch_import.capture.branches import branched
 from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, source_of, spec_of
+from jaxtrain.torch_import.capture.copying import own_tensors
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
 from jaxtrain.torch_import.capture.gradients import refuse_lost_gradients, refuse_saved_results, unused_parameters
 from jaxtrain.torch_import.capture.in_float64 import in_float64
@@ -27,6 +30,7 @@ from jaxtrain.torch_import.capture.known_values import fold_known
 from jaxtrain.torch_import.capture.lifted import Function, with_lifted_constants
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
 from jaxtrain.torch_import.capture.placing import Placing
+from jaxtrain.torch_import.capture.questions import Example, Questions
 from jaxtrain.torch_import.capture.structure import Structure, captured_dtype, in_mode
 from jaxtrain.torch_import.capture.tracing import tracing
 from jaxtrain.torch_import.graph import Captured, ModuleCall, Spec
@@ -46,6 +50,7 @@ def capture(
     dtype: str | None,
     ops: frozenset[str],
     beside: Beside | None = None,
+    example: Callable[[], Example | None] = lambda: None,
 ) -> Captured:
     """Capture a forward pass.
 
@@ -57,6 +62,7 @@ def capture(
       dtype: Dtype that floating-point parameters and buffers are converted to, as `module.to(dtype)`; None for none.
       ops: Overloads that have a function beyond the table.
       beside: The module and the batch with which the captured program is compared; None compares nothing.
+      example: Returns the batch and the tensors of the module for which questions of `forward` are answered.
 
     Returns:
       The graph with its constants.
@@ -79,9 +85,10 @@ def capture(
         assigned.extend(changed(before, attributes_of(module)))
         return tuple(tensors)
 
-    def forward() -> _Forward:
+    def forward(answers: Sequence[Any] | None = None, path: Sequence[bool] = ()) -> _Forward:
         copy = in_mode(structure, train, dtype)
-        return _Forward(copy.module, flat, Placing(copy, structure.originals))
+        questions = Questions(example, answers, path)
+        return _Forward(copy.module, flat, Placing(copy, structure.originals), questions)
 
     def run(module: torch.nn.Module, leaves: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         tensors: list[torch.Tensor] = []
@@ -90,29 +97,49 @@ def capture(
 
     def trace(module: _Forward, under_autocast: Calls | None) -> tuple[Captured, Program]:
         with tracing() as traced, recorded_calls() as calls, marked(under_autocast):
+            module.questions.calls = calls
             program = _program(module, given)
             exported = _decomposed(program, known)
         functions, origins = _custom_functions(exported, calls, module.placing, structure, known)
-        captured = converted(exported, result, {**structure.aliases, **structure.buffers}, known, functions)
+        asked = module.questions.asked
+        captured = converted(exported, result, {**structure.aliases, **structure.buffers}, known, functions, asked)
         for name in captured.graph.state.keys() & structure.shared.keys():
             raise refusal(f"buffers {name!r} and {structure.shared[name]!r} share memory and change", "clone one")
         refuse_lost_gradients(captured.graph)
         refuse_saved_results(captured.graph)
         captured = captured._replace(origins={**captured.origins, **origins}, unused=unused)
-        return captured, Program(program, result, calls, traced.draws)
+        return captured, Program(program, result, calls, traced.draws, asked)
+
+    def autocast_calls(answers: Sequence[Any] | None = None) -> Calls:
+        module = forward(answers)
+        found = calls_under_autocast(partial(_run, module, given, structure))
+        if answers is None and module.questions.is_unanswered:
+            asking = forward()
+            trace(asking, found)
+            return autocast_calls(asking.questions.answers)
+        return found
+
+    def path_of(under_autocast: Calls | None, path: Sequence[bool]) -> tuple[Captured, Program]:
+        module = forward(path=path)
+        found = trace(module, under_autocast)
+        if under_autocast is None:
+            return found
+        both = under_autocast.union(autocast_calls(module.questions.answers))
+        return found if both == under_autocast else trace(forward(path=path), both)
 
     def traced() -> Captured:
         # Other dtypes are those of a run without autocast.
-        under_autocast = (
-            calls_under_autocast(partial(_run, forward(), given, structure)) if dtype == "float32" else None
-        )
-        captured, program = trace(forward(), under_autocast)
+        under_autocast = autocast_calls() if dtype == "float32" else None
+        module = forward()
+        captured, program = trace(module, under_autocast)
         if assigned:
-            again = forward()
+            again = forward(module.questions.answers)
             call_again = partial(_run, again, given, structure)
             refuse_state(captured, again.module, call_again, lambda: trace(again, under_autocast)[0])
+        captured, programs = with_paths(captured, program, partial(path_of, under_autocast))
+        captured = captured._replace(graph=assuming(captured.graph, captured.assumptions))
         if beside is not None:
-            refuse_disagreement(program, beside, run, train=train)
+            refuse_disagreement(programs, beside, run, train=train)
         return captured
 
     given = _fakes(inputs, structure)
@@ -129,6 +156,54 @@ def capture(
         raise
     except Exception as error:
         raise _export_refusal(error, structure.module) from error
+
+
+def with_paths(
+    captured: Captured, program: Program, path_of: Callable[[Sequence[bool]], tuple[Captured, Program]]
+) -> tuple[Captured, list[Program]]:
+    """Return a pass with the other paths of its first conditions, where they have the same results.
+
+    Args:
+      captured: The pass for the example.
+      program: Its program.
+      path_of: Captures a pass by the answers to its first conditions.
+
+    Returns:
+      The pass, which assumes the conditions whose other path raises an error or has other results, and the programs.
+    """
+    programs = [program]
+
+    def joined(captured: Captured, fixed: int) -> Captured:
+        conditions = [x for x in captured.assumptions if x.is_branch][:_MOST_CONDITIONS]
+        answers = [bool(x.answer) for x in conditions]
+        # The last one first: what follows an earlier condition has its own paths then.
+        for i in reversed(range(fixed, len(conditions))):
+            known = len(programs)
+            try:
+                other, program = path_of((*answers[:i], not answers[i]))
+                programs.append(program)
+                other = joined(other, i + 1)
+            except Exception:  # any of the user's code: what raises an error is a check
+                del programs[known:]
+                continue
+            paths = [_without(path, i) for path in (captured, other)]
+            found = branched(conditions[i].value, *(paths if answers[i] else reversed(paths)))
+            if found is None:
+                del programs[known:]
+            captured = captured if found is None else found
+        return captured
+
+    return joined(captured, 0), programs
+
+
+def _without(path: Captured, i: int) -> Captured:
+    """Return a path without its condition i among what it assumes."""
+    condition = [x for x in path.assumptions if x.is_branch][i]
+    return path._replace(assumptions=tuple(x for x in path.assumptions if x is not condition))
+
+
+_MOST_CONDITIONS = 3
+"""Conditions of a path whose other answer is captured as well: there are up to 2**3 paths."""
 
 
 def _run(forward: "_Forward", leaves: tuple[torch.Tensor, ...], structure: Structure) -> None:
@@ -217,10 +292,10 @@ def _pass(
     known: Collection[str],
 ) -> Captured:
     """Return the graph of a function of tensors."""
-    module = _Forward(torch.nn.Module(), lambda _, leaves: fn(leaves), placing)
+    module = _Forward(torch.nn.Module(), lambda _, leaves: fn(leaves), placing, Questions())
     exported = _decomposed(_program(module, _fakes(given, structure)), known)
     places = tuple(Leaf(i) for i, _ in enumerate(exported.graph_signature.user_outputs))
-    captured = converted(exported, places, {}, known, {})
+    captured = converted(exported, places, {}, known, {}, ())
     for node in captured.graph.nodes:
         if node.op in RANDOM:
             raise refusal(
@@ -237,19 +312,20 @@ class _Forward(torch.nn.Module):
         module: torch.nn.Module,
         call: Callable[[torch.nn.Module, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
         placing: Placing,
+        questions: Questions,
     ) -> None:
         super().__init__()
         self.module = module
         self._call = call
-        self.placing = placing
+        self.placing, self.questions = placing, questions
 
-    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
         before = [(part, dict(part._buffers)) for part in self.module.modules()]
-        with self.placing.during(self.module):
+        with self.placing.during(self.module), self.questions.during(own_tensors(self.module), leaves):
             result = self.placing.placed(self._call(self.module, leaves))
         for part, buffers in before:
             self._write_assigned(part, buffers)
-        return result
+        return (*result, *self.questions.values)
 
     def _write_assigned(self, part: torch.nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
         """Write what was assigned to buffers, as by `self.mean = mean`, into them: a graph loses such assignments."""

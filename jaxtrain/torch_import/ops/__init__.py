@@ -1,6 +1,7 @@
 """The table of operations, one file a family. Importing this package registers all of them."""
 
 from jaxtrain.torch_import.ops import (
+    assumed,
     attention,
     convolution,
     create,
@@ -31,6 +32,7 @@ from jaxtrain.torch_import.ops.registry import RANDOM as RANDOM
 from jaxtrain.torch_import.ops.registry import TABLE as TABLE
 
 __all__ = [
+    "assumed",
     "attention",
     "convolution",
     "create",

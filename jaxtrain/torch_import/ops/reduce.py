@@ -24,8 +24,12 @@ def axes(dim: Dims) -> int | tuple[int, ...] | None:
 
 ops(
     {
-        "any.default any.dim any.dims": lambda x, dim=None, keepdim=False: jnp.any(x, axes(dim), keepdims=keepdim),
-        "all.default all.dim all.dims": lambda x, dim=None, keepdim=False: jnp.all(x, axes(dim), keepdims=keepdim),
+        "any.default any.dim any.dims _is_any_true.default": lambda x, dim=None, keepdim=False: jnp.any(
+            x, axes(dim), keepdims=keepdim
+        ),
+        "all.default all.dim all.dims _is_all_true.default": lambda x, dim=None, keepdim=False: jnp.all(
+            x, axes(dim), keepdims=keepdim
+        ),
         "amax.default": lambda x, dim=(), keepdim=False: jnp.max(x, axes(dim), keepdims=keepdim),
         "amin.default": lambda x, dim=(), keepdim=False: jnp.min(x, axes(dim), keepdims=keepdim),
         "max.default": jnp.max,

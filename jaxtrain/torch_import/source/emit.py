@@ -12,6 +12,7 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.interop import TorchParam
 from jaxtrain.torch_import.graph import (
+    COND,
     CUSTOM,
     GRADIENT,
     REPEAT,
@@ -115,12 +116,19 @@ def _programs(model: Model, params: Any, state: Any, batch: Any) -> list[Any]:
         return [training, None]
 
 
+_UNWRITTEN = {
+    GRADIENT: "a gradient inside forward",
+    COND: "a condition of values",
+}
+"""What a file cannot contain, by operation."""
+
+
 def _check(captured: Pass) -> None:
     """Raise an error for what cannot be written."""
     for node in captured.graph.nodes:
-        if node.op == GRADIENT:
+        if node.op in _UNWRITTEN:
             raise refusal(
-                "the source of a gradient inside forward cannot be written", "use the imported model", node.source
+                f"the source of {_UNWRITTEN[node.op]} cannot be written", "use the imported model", node.source
             )
     read = {*references([(node.args, node.kwargs) for node in captured.graph.nodes])}
     for x in captured.graph.inputs:
