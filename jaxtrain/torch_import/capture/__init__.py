@@ -11,6 +11,7 @@ packed     packed sequences, which stay padded
 finite     checks for finite numbers
 known_values  tensors computed from constants
 bincount   histograms with a fixed number of bins
+selections numbers of rows that depend on values
 in_float64 code that asks for float32, in float64
 attributes what forward assigns besides buffers
 export     the capture

@@ -19,12 +19,27 @@ from jaxtrain.torch_import.graph import CUSTOM, GETITEM, GRADIENT, Captured, Dty
 from jaxtrain.torch_import.layers import mapped
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal, source_line
+from jaxtrain.torch_import.selected_rows import PLACES
 
 _DROPPED = frozenset({"device", "layout", "memory_format", "pin_memory", "generator", "non_blocking", "copy"})
 """Keyword arguments without a meaning in JAX."""
 
 _NUMBERS = {torch.SymInt: "int64", torch.SymFloat: "float64", torch.SymBool: "bool"}
 """Dtypes of the values of tensors as Python numbers, which an operation may take."""
+
+
+_ARITHMETIC: dict[Any, str] = {
+    operator.add: "aten.add.Tensor",
+    operator.sub: "aten.sub.Tensor",
+    operator.mul: "aten.mul.Tensor",
+    operator.truediv: "aten.div.Tensor",
+    operator.floordiv: "aten.floor_divide.default",
+    operator.neg: "aten.neg.default",
+    torch.sym_max: "aten.maximum.default",
+    torch.sym_min: "aten.minimum.default",
+    torch.sym_float: "aten.clone.default",
+}
+"""Operations on Python numbers that are values of tensors."""
 
 
 class Leaf(NamedTuple):
@@ -164,7 +179,7 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
     if key.startswith("aten.as_strided") and not _is_whole(node.all_input_nodes[0].meta["val"]):
         raise refusal("as_strided of a view", "call contiguous() first", source)
     is_operation = isinstance(node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
-    is_known = key in known or key in (GETITEM, GRADIENT, *MARKS)
+    is_known = key in known or key in (GETITEM, GRADIENT, PLACES, *MARKS)
     if not is_known and not is_operation:
         raise refusal(
             "a tensor's value is used as a Python number", "use tensors, or pass the number by itself", source
@@ -272,6 +287,8 @@ def key_of(target: Any) -> str:
     """Return the key of an operation in our table."""
     if target is operator.getitem:
         return GETITEM
+    if target in _ARITHMETIC:
+        return _ARITHMETIC[target]
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return getattr(target, "__name__", str(target))

@@ -27,12 +27,15 @@ from jaxtrain.torch_import.capture.known_values import fold_known_shapes
 from jaxtrain.torch_import.capture.lifted import Function, with_lifted_constants
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
 from jaxtrain.torch_import.capture.placing import Placing
+from jaxtrain.torch_import.capture.selections import Questions, answering, names_rows, with_sizes
 from jaxtrain.torch_import.capture.structure import Structure, captured_dtype, in_mode
 from jaxtrain.torch_import.capture.tracing import tracing
 from jaxtrain.torch_import.graph import Captured, ModuleCall, Spec
 from jaxtrain.torch_import.insertion_order import check_keys
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import first_line, refusal, source_line
+from jaxtrain.torch_import.selected_rows import with_selected_rows
+from jaxtrain.torch_import.skipped import is_without_effect
 
 Origins = Mapping[str, tuple[ModuleCall, ...]]
 
@@ -88,8 +91,8 @@ def capture(
         structure = _plain(call(module, leaves), tensors)
         return structure, tensors
 
-    def trace(module: _Forward, under_autocast: Calls | None) -> tuple[Captured, Program]:
-        with tracing() as traced, recorded_calls() as calls, marked(under_autocast):
+    def trace(module: _Forward, under_autocast: Calls | None, questions: Questions) -> tuple[Captured, Program]:
+        with tracing() as traced, recorded_calls() as calls, marked(under_autocast), answering(questions):
             program = _program(module, given)
             exported = _decomposed(program, known)
         functions, origins = _custom_functions(exported, calls, module.placing, structure, known)
@@ -106,14 +109,20 @@ def capture(
         under_autocast = (
             calls_under_autocast(partial(_run, forward(), given, structure)) if dtype == "float32" else None
         )
-        captured, program = trace(forward(), under_autocast)
+        questions = Questions()
+        captured, program = trace(forward(), under_autocast, questions)
+        if questions.skipped:
+            without = Questions(rows=False)
+            skipping, _ = trace(forward(), under_autocast, without)
+            if not is_without_effect(captured.graph, questions.skipped, skipping.graph, without.skipped):
+                raise questions.refusal()
         if assigned:
             again = forward()
             call_again = partial(_run, again, given, structure)
-            refuse_state(captured, again.module, call_again, lambda: trace(again, under_autocast)[0])
+            refuse_state(captured, again.module, call_again, lambda: trace(again, under_autocast, Questions())[0])
         if beside is not None:
             refuse_disagreement(program, beside, run, train=train)
-        return captured
+        return with_selected_rows(captured)
 
     given = _fakes(inputs, structure)
     try:
@@ -164,6 +173,7 @@ def _remove_unused_buffers(exported: torch.export.ExportedProgram) -> None:
 
 def _decomposed(program: torch.export.ExportedProgram, known: Collection[str]) -> torch.export.ExportedProgram:
     """Return the program of the operations that are known, none of which is in place."""
+    program = with_sizes(program)
     try:
         exported = program.run_decompositions(_decompositions(known))
     except RuntimeError as error:
@@ -220,7 +230,7 @@ def _pass(
     module = _Forward(torch.nn.Module(), lambda _, leaves: fn(leaves), placing)
     exported = _decomposed(_program(module, _fakes(given, structure)), known)
     places = tuple(Leaf(i) for i, _ in enumerate(exported.graph_signature.user_outputs))
-    captured = converted(exported, places, {}, known, {})
+    captured = with_selected_rows(converted(exported, places, {}, known, {}))
     for node in captured.graph.nodes:
         if node.op in RANDOM:
             raise refusal(
@@ -307,5 +317,7 @@ def _export_refusal(error: Exception, module: torch.nn.Module) -> UserError:
         return refusal(
             "control flow or a shape depends on a tensor's value", "use torch.where and fixed shapes", source
         )
+    if names_rows(str(error)):
+        return refusal("a shape depends on the number of rows that a mask selects", "use a mask of fixed shape", source)
     problem = f"{type(module).__name__} cannot be traced by torch.export: {first_line(error)}"
     return refusal(problem, "change that line, or import a part of the module without it", source)
