@@ -721,6 +721,10 @@ def _spread(to: _Rewritten, node: Node) -> None:
     spec = node.spec
     assert isinstance(spec, Spec)
     total = to.call("sum.dim_IntList", (squared, axes, keepdim), spec)
+    # The deviation of a single element is 0, whatever a compiler fuses.
+    single = to.call("mul.Tensor", (total, 0), spec, promoted=dtype)
+    several = to.call("gt.Scalar", (count, 1), Spec((), "bool"), promoted=to.dtype(count))
+    total = to.call("where.self", (several, total, single), spec)
     number = Spec((), to.dtype(count))
     rest = to.call("sub.Tensor", (count, 1 if correction is None else correction), number, promoted=number.dtype)
     rest = to.call("clamp_min.default", (rest, 0), number, promoted=number.dtype)
