@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.graph import GETITEM, Captured, Dtype, Node, Ref, Spec, references
+from jaxtrain.torch_import.graph import GETITEM, Captured, Dtype, Input, Node, Ref, Spec, references
 from jaxtrain.torch_import.integer_ranges import names, packet_of
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal
@@ -60,12 +60,12 @@ class Selection(NamedTuple):
     Attributes:
       mask: Its value in the graph.
       size: The number of its elements.
-      count: The value that is the number of the true ones.
+      rows: The value that is the number of the true ones.
     """
 
     mask: Ref
     size: int
-    count: Ref
+    rows: Ref
 
 
 def with_selected_rows(captured: Captured) -> Captured:
@@ -101,7 +101,8 @@ class _Rewritten:
         self.nodes: list[Node] = []
         self.origins: dict[str, Any] = {}
         self._of = captured.origins
-        self._specs: dict[str, Any] = {x.name: x.spec for x in (*graph.inputs, *graph.nodes)}
+        values: tuple[Input | Node, ...] = (*graph.inputs, *graph.nodes)
+        self._specs: dict[str, Any] = {x.name: x.spec for x in values}
         self._sources = {node.name: node for node in graph.nodes}
         self._selections: dict[int, Selection] = {}
         self._made: dict[Any, Ref] = {}
@@ -253,7 +254,7 @@ class _Rewritten:
 
     def count(self, number: int, each: int) -> Ref:
         """Return the number of elements that are no padding, int64."""
-        count, key = self._selections[number].count, ("count", number, each)
+        count, key = self._selections[number].rows, ("count", number, each)
         if each != 1 and key not in self._made:
             self._made[key] = self.call("mul.Tensor", (count, each), Spec((), "int64"), promoted="int64")
         return count if each == 1 else self._made[key]
@@ -317,7 +318,7 @@ class _Rewritten:
         if known is None:
             count = self.call("sum.default", (mask,), Spec((), "int64"))
             self._selections[number] = Selection(mask, size, count)
-        spec = node.spec
+        spec = self._specs[node.name]
         found = self.call("nonzero_static.default", (mask,), spec, name=node.name, size=size, fill_value=0)
         self._places.add(found.name)
 
@@ -691,7 +692,7 @@ def _mean(to: _Rewritten, node: Node, axes: tuple[int, ...], reduced: Sequence[R
     x, spec = node.args[0], node.spec
     assert isinstance(spec, Spec)
     keepdim = _argument(node, 2, "keepdim", False)
-    kwargs = {"dtype": Dtype(spec.dtype)} if to.dtype(x) != spec.dtype else {}
+    kwargs: dict[str, Any] = {"dtype": Dtype(spec.dtype)} if to.dtype(x) != spec.dtype else {}
     total = to.call("sum.dim_IntList", (to.filled(x, reduced, 0), axes, keepdim), spec, **kwargs)
     count = to.elements([to.shape(x)[axis] for axis in axes], spec.dtype)
     to.divide(total, count)

@@ -139,7 +139,8 @@ class _Sizes:
         symbols = _selected(node)
         if not symbols:
             return
-        places = self._places(node.args[0], *symbols, node)
+        (symbol,) = symbols
+        places = self._places(node.args[0], symbol, node)
         if node.target is _ATEN.nonzero.default:
             node.replace_all_uses_with(places)
         for user in [*node.users]:
@@ -156,7 +157,8 @@ class _Sizes:
             return
         if len(masks) > 1 or len(symbols) > 1:
             raise refusal("a mask beside another mask of unknown size in one index", "index twice", _source(node))
-        places = self._places(masks[0], *symbols, node)
+        (symbol,) = symbols
+        places = self._places(masks[0], symbol, node)
         columns = [self._column(places, i, node) for i in range(masks[0].meta["val"].ndim)]
         replaced = [y for x in indices for y in (columns if x is masks[0] else [x])]
         node.args = (node.args[0], replaced, *node.args[2:])
@@ -329,7 +331,8 @@ def _where(condition: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return _where_of(condition, *args, **kwargs) if args or kwargs else _nonzero(condition, as_tuple=True)
 
 
-_nonzero_of, _where_of, _iter_of = torch.nonzero, torch.where, torch.Tensor.__iter__
+_nonzero_of: Callable[..., Any] = torch.nonzero
+_where_of, _iter_of = torch.where, torch.Tensor.__iter__
 _conditions: list[torch.Tensor] = []
 """Whether there is each of the rows that loops of `forward` are at."""
 
@@ -344,7 +347,7 @@ def _with_conditions(mask: torch.Tensor) -> torch.Tensor:
 def _mark(found: torch.Tensor, mask: torch.Tensor) -> None:
     """Note the mask of places, and their number where a loop may have no row."""
     if found.ndim and isinstance(found.shape[0], torch.SymInt):
-        found._mask = mask  # type: ignore[attr-defined]
+        found._mask = mask
         if _conditions:
             _questions[-1].skipped.update(map(int, _primes(free_unbacked_symbols(found.shape)).values()))
 
