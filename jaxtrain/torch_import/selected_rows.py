@@ -379,7 +379,7 @@ def _is_broadcast(to: _Rewritten, node: Node) -> bool:
     return True
 
 
-@_rule("where masked_fill _to_copy copy lift_fresh_copy zeros_like ones_like full_like fill zero dropout")
+@_rule("where masked_fill _to_copy copy lift_fresh_copy zeros_like ones_like full_like empty_like fill zero dropout")
 def _by_element(to: _Rewritten, node: Node) -> None:
     numbers = [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, int | float)]
     if any(map(to.is_hidden, numbers)) or not _is_broadcast(to, node):
@@ -529,6 +529,21 @@ def _multiplied(to: _Rewritten, node: Node) -> None:
     args[place] = to.filled(x, [rows for rows in to.rows(x) if rows.axis == last], 0)
     args[place + 1] = to.filled(y, [rows for rows in to.rows(y) if rows.axis == axis], 0)
     to.finish(tuple(args))
+
+
+@_rule("einsum")
+def _summed_products(to: _Rewritten, node: Node) -> None:
+    """Products of several arrays, whose sums leave padding out."""
+    equation, operands, *rest = node.args
+    letters, _, kept = equation.replace(" ", "").partition("->")
+    parts = letters.split(",")
+    if "->" not in equation or "." in equation or any(len({*part}) < len(part) for part in parts):
+        raise to.refused()
+    filled = [
+        to.filled(x, [rows for rows in to.rows(x) if part[rows.axis] not in kept], 0)
+        for x, part in zip(operands, parts, strict=True)
+    ]
+    to.finish((equation, tuple(filled), *rest))
 
 
 # Reading and writing at places.
@@ -755,10 +770,19 @@ def _loss(to: _Rewritten, node: Node) -> None:
     x, target = node.args[:2]
     place, of_classes = PLACE_OF_REDUCTION[packet_of(node)], packet_of(node) in ("cross_entropy_loss", *_NLL)
     reduction = _argument(node, place, "reduction", _MEAN)
-    if of_classes and min(len(to.shape(x)) - 1, 1) in {rows.axis for rows in to.rows(x)}:
-        raise to.refused()
+    classes = [rows for rows in to.rows(x) if of_classes and rows.axis == min(len(to.shape(x)) - 1, 1)]
+    if classes:
+        is_plain = packet_of(node) == "cross_entropy_loss" and _argument(node, 2, "weight") is None
+        if (
+            not is_plain
+            or _argument(node, place + 2, "label_smoothing", 0.0)
+            or jnp.issubdtype(jnp.dtype(to.dtype(target)), jnp.floating)
+        ):
+            raise to.refused()
+        # Finite: minus infinity times 0 is NaN.
+        x = to.filled(x, classes, float(jnp.finfo(to.dtype(x)).min) / 4)
     if reduction == _NONE:
-        to.finish()
+        to.finish((x, *node.args[1:]))
     elif of_classes and not jnp.issubdtype(jnp.dtype(to.dtype(target)), jnp.floating):
         ignored = _argument(node, place + 1, "ignore_index", -100)
         to.finish((x, to.filled(target, to.rows(target), ignored), *node.args[2:]))

@@ -11,12 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 
 from jaxtrain import UserError
-from jaxtrain.torch_import import from_torch
-from tests.torch_import.judge import difference
+from jaxtrain.torch_import import from_torch, load_imported
+from parity import check as check_case
+from tests.torch_import.by_hand import Made
+from tests.torch_import.judge import difference, judged
 from tests.torch_import.reference import batch_of, weighted
 
 Tensor = torch.Tensor
@@ -243,6 +246,73 @@ def test_extremes_of_selected_rows() -> None:
     check(extremes, [batch for batch in batches if batch[1].any()])
 
 
+def by_equal_masks(self: Any, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    """Masks that are computed again for each use."""
+    labels = x.argmax(-1).where(mask, -100)
+    both = torch.zeros_like(x)
+    both[labels != -100] = self.inner(x[labels != -100])
+    total = x.sum() * self.w.sum()
+    if (labels != -100).nonzero().numel() > 0:
+        total = total + (x[labels != -100] * self.inner(x)[labels != -100]).sum()
+    loss = F.cross_entropy(self.inner(x)[labels != -100], labels[labels != -100])
+    return both, loss, (x[mask] * self.w)[x[mask][:, 0] > 0].sum(), total
+
+
+def by_products(self: Any, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    z = F.normalize(self.inner(x)[mask], dim=-1)
+    similar = z @ z.T / 0.5
+    apart = similar.masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
+    return (
+        F.cross_entropy(similar, torch.arange(len(z))),
+        torch.einsum("nd,ne->de", z, x[mask] * self.w),
+        apart.logsumexp(1).sum(),
+        F.cosine_embedding_loss(z, x[mask], torch.ones(len(z))),
+        (x @ z.T).softmax(-1) @ z.sum(-1),
+    )
+
+
+@pytest.mark.parametrize("fn", [by_equal_masks, by_products])
+def test_rows_of_masks_that_are_equal_and_products_of_rows(fn: Callable[..., Any]) -> None:
+    check(fn, batches_of((ROWS, WIDTH), 1))
+
+
+def test_float32_source_and_folder(tmp_path: Any) -> None:
+    module = Selecting(lambda self, x, mask: (self.inner(x)[mask].mean(), x[mask].std() * self.w)).float()
+    x, mask = batches_of((ROWS, WIDTH), 1)[0]
+    batch = (x.astype(np.float32), mask)
+    model = from_torch(module, batch)
+    expected = [y.detach().numpy() for y in module(*map(torch.tensor, batch))]
+    scope: dict[str, Any] = {}
+    exec(model.source(), scope)
+    model.save(tmp_path / "model")
+    again = load_imported(tmp_path / "model")
+    for found in (
+        model(model.params, batch, jax.random.key(0))[0],
+        scope["model"](model.params, batch, jax.random.key(0))[0],
+        again(again.params, batch, jax.random.key(0))[0],
+    ):
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=2e-6)
+    assert check_case(model.case(), steps=2).passed
+
+
+def mixture(family: str) -> Made:
+    """Return a language model of `transformers` whose experts are called on their own tokens."""
+    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16, "use_cache": False}
+    experts = {"num_local_experts": 3} if family == "Mixtral" else {"num_experts": 4, "moe_intermediate_size": 6}
+    config = getattr(transformers, f"{family}Config")(**sizes, **heads, **experts, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    return getattr(transformers, f"{family}ForCausalLM")(config), {"input_ids": np.arange(12).reshape(2, 6) % 11}
+
+
+@pytest.mark.parametrize("family", ["Mixtral", pytest.param("Qwen3Moe", marks=pytest.mark.slow)])
+def test_experts_of_transformers(family: str) -> None:
+    torch.manual_seed(0)
+    # RMSNorm and the router compute in float32.
+    assert judged(lambda: mixture(family), bar=1e-6) == "proved"
+
+
 REFUSED: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "a result": lambda self, x, mask: x[mask] * self.w,
     "the last row": lambda self, x, mask: x[mask][-1] * self.w,
@@ -251,6 +321,7 @@ REFUSED: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "sorted": lambda self, x, mask: (x[mask] * self.w).sort(0).values.cumsum(0).mean(),
     "another number": lambda self, x, mask: x.sum() * self.w if len(x[mask]) > 2 else self.w,
     "another result": lambda self, x, mask: (x[mask] * self.w).mean() if len(x[mask]) > 0 else self.w.sum(),
+    "a label": lambda self, x, mask: F.cross_entropy(x[mask].T * self.w[:, None], x.argmax(0) * 0, label_smoothing=0.1),
     "two masks": lambda self, x, mask: (x[mask] * x[x[:, 0] > 0] * self.w).sum(),
     "view": lambda self, x, mask: (x[mask].reshape(WIDTH, -1) * 2).sum(1) * self.w,
     "repeated": lambda self, x, mask: (x[mask].repeat(2, 1) * self.w).sum(),

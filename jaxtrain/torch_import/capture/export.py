@@ -206,7 +206,7 @@ def _custom_functions(
     for node in exported.graph_module.graph.find_nodes(op="call_function", target=operation):
         call = calls[node.args[0]]
         given = [spec_of(x.meta["val"], x) for x in node.args[1]]
-        with tracing(), inlined_calls():
+        with tracing(), inlined_calls(), answering(Questions()):
             forward = _pass(call.forward, given, placing, structure, known)
             specs = {x.name: x.spec for x in forward.graph.nodes if isinstance(x.spec, Spec)}
             outputs = [specs[ref.name] for ref in forward.graph.outputs]

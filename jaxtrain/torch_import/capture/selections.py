@@ -14,7 +14,7 @@ import operator
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
@@ -42,6 +42,8 @@ _READING = (_ATEN.index.Tensor, _ATEN._unsafe_index.Tensor)
 _WRITING = (_ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._unsafe_index_put.default)
 _SIZES = (_ATEN.sym_size.int, _ATEN.sym_numel.default)
 _CHECKS = (_ATEN._assert_scalar.default, _ATEN.sym_constrain_range.default, _ATEN.sym_constrain_range_for_size.default)
+Primes = dict[Any, sympy.Integer]
+"""Prime numbers, by the symbols that they are in place of."""
 _BINDINGS = "unbacked_bindings"
 """PyTorch's note of the symbols that a node defines."""
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -53,15 +55,32 @@ def with_sizes(exported: torch.export.ExportedProgram) -> torch.export.ExportedP
     symbols = set().union(*(_selected(node) for graph in graphs for node in graph.nodes))
     if not symbols:
         return exported
-    module = copy.deepcopy(exported.graph_module)
+    module, primes = copy.deepcopy(exported.graph_module), _primes_of_equal(symbols, graphs)
+    _questions[-1].numbers = {int(number): int(primes[x]) for x, number in _primes(symbols).items()}
     for graph in _graphs(module):
-        _Sizes(symbols, graph).fix()
+        _Sizes(primes, graph).fix()
         cast(torch.fx.GraphModule, graph.owning_module).recompile()
     return exported._update(module, exported.graph_signature)
 
 
 def _graphs(module: torch.fx.GraphModule) -> list[torch.fx.Graph]:
     return [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+
+
+def _primes_of_equal(symbols: AbstractSet[sympy.Symbol], graphs: Sequence[torch.fx.Graph]) -> Primes:
+    """Return a prime number for each symbol, the same one for those that PyTorch takes to be equal.
+
+    They are of masks that are computed twice, as in `x[y > 0] - z[y > 0]`.
+    """
+    primes = _primes(symbols)
+    for graph in graphs:
+        for node in graph.find_nodes(op="call_function", target=_ATEN._assert_scalar.default):
+            check = node.args[0].meta.get("val") if isinstance(node.args[0], torch.fx.Node) else None
+            expression = check.node.expr if isinstance(check, torch.SymBool) else sympy.true
+            if isinstance(expression, sympy.Eq) and {*expression.args} <= symbols:
+                first, second = (primes[x] for x in expression.args)
+                primes = {x: min(first, second) if n in (first, second) else n for x, n in primes.items()}
+    return primes
 
 
 def _selected(node: torch.fx.Node) -> set[sympy.Symbol]:
@@ -88,8 +107,8 @@ def _is_mask_node(index: Any) -> bool:
 class _Sizes:
     """The sizes in a graph that are numbers of selected rows, by PyTorch's symbols."""
 
-    def __init__(self, symbols: AbstractSet[sympy.Symbol], graph: torch.fx.Graph) -> None:
-        self._primes = _primes(symbols)
+    def __init__(self, primes: Primes, graph: torch.fx.Graph) -> None:
+        self._primes = primes
         self._graph = graph
         self._counts: dict[sympy.Symbol, torch.fx.Node] = {}
 
@@ -213,13 +232,24 @@ class Questions:
 
     Attributes:
       rows: Whether there are rows, as the questions are answered.
-      skipped: The prime numbers of rows without which `forward` does something else.
+      numbers: The prime number of rows in the program, by that of their symbol.
     """
 
     def __init__(self, rows: bool = True) -> None:
         self.rows = rows
-        self.skipped: set[int] = set()
+        self.numbers: dict[int, int] = {}
+        self._asked: set[int] = set()
         self._source = ""
+
+    @property
+    def skipped(self) -> set[int]:
+        """The prime numbers of rows without which `forward` does something else."""
+        return {self.numbers.get(number, number) for number in self._asked}
+
+    def add(self, symbols: AbstractSet[sympy.Symbol]) -> None:
+        """Note that `forward` does something else without the rows that symbols count."""
+        self._asked.update(map(int, _primes(symbols).values()))
+        self._source = self._source or _line()
 
     def answer(self, question: sympy.Basic) -> bool | None:
         """Return the answer for some rows or for none; None if it is another one for several numbers of rows."""
@@ -233,8 +263,7 @@ class Questions:
         if others or not {empty, some} <= {sympy.true, sympy.false}:
             return None
         if empty != some:
-            self.skipped.add(int(number))
-            self._source = self._source or _line()
+            self.add(symbols)
         return bool(some if self.rows else empty)
 
     def refusal(self) -> UserError:
@@ -260,7 +289,7 @@ def answering(questions: Questions) -> Iterator[None]:
         _questions.pop()
 
 
-def _primes(symbols: AbstractSet[Any]) -> dict[Any, sympy.Integer]:
+def _primes(symbols: AbstractSet[Any]) -> Primes:
     return {x: sympy.Integer(prime(int(x.name.lstrip("u")))) for x in symbols}
 
 
@@ -349,7 +378,7 @@ def _mark(found: torch.Tensor, mask: torch.Tensor) -> None:
     if found.ndim and isinstance(found.shape[0], torch.SymInt):
         found._mask = mask
         if _conditions:
-            _questions[-1].skipped.update(map(int, _primes(free_unbacked_symbols(found.shape)).values()))
+            _questions[-1].add(free_unbacked_symbols(found.shape))
 
 
 def _iterated(self: torch.Tensor) -> Iterator[torch.Tensor]:
