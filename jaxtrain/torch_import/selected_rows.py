@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.graph import GETITEM, Captured, Dtype, Input, Node, Ref, Spec, references
+from jaxtrain.torch_import.graph import GETITEM, Captured, Dtype, Input, Node, Ref, Spec, references, without_unused
 from jaxtrain.torch_import.integer_ranges import names, packet_of
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal
@@ -88,9 +88,8 @@ def with_selected_rows(captured: Captured) -> Captured:
         rewritten.add(node)
     for name in references((graph.outputs, graph.state)):
         rewritten.refuse_rows(name)
-    return captured._replace(
-        graph=replace(graph, nodes=tuple(rewritten.nodes)), origins={**captured.origins, **rewritten.origins}
-    )
+    graph = without_unused(replace(graph, nodes=tuple(rewritten.nodes)), RANDOM)
+    return captured._replace(graph=graph, origins={**captured.origins, **rewritten.origins})
 
 
 class _Rewritten:

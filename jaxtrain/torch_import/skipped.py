@@ -36,13 +36,21 @@ class _Values:
     """The values of a graph without some rows, as numbers that are the same for the same computation."""
 
     def __init__(self, graph: Graph, skipped: Collection[int], table: dict[Any, int]) -> None:
-        self._graph, self._skipped, self._table = graph, skipped, table
+        self._graph, self._skipped, self._table = graph, {*skipped}, table
         self._of: dict[str, int] = {}
         self._masks: dict[int, int] = {}
-        self._draws = 0
 
     def results(self) -> Any:
         """Return the results of the graph and its new state."""
+        self._evaluate()
+        # The same mask may be computed again.
+        masks = {self._masks.get(number) for number in self._skipped}
+        self._skipped = {number for number, mask in self._masks.items() if mask in masks}
+        self._evaluate()
+        return self._key(self._graph.outputs), self._key(dict(self._graph.state))
+
+    def _evaluate(self) -> None:
+        self._draws = 0
         for x in self._graph.inputs:
             self._of[x.name] = self._number(("input", x.kind, x.target))
         for node in self._graph.nodes:
@@ -50,7 +58,6 @@ class _Values:
                 mask, number = node.args
                 self._masks.setdefault(number, self._of[mask.name])
             self._of[node.name] = self._value(node)
-        return self._key(self._graph.outputs), self._key(dict(self._graph.state))
 
     def _number(self, key: Any) -> int:
         return self._table.setdefault(key, len(self._table))

@@ -144,11 +144,11 @@ def _filled(result: Any, outputs: Sequence[Any]) -> Any:
 
 
 def _needed(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """Return the nodes that the outputs depend on, and those that draw random numbers, in the order of evaluation.
+    """Return the nodes that the outputs depend on, and those that draw random numbers or select rows, in their order.
 
     The others only check values.
     """
-    needed = {graph.output_node()} | {node for node in graph.nodes if key_of(node.target) in RANDOM}
+    needed = {graph.output_node()} | {node for node in graph.nodes if key_of(node.target) in (PLACES, *RANDOM)}
     for node in reversed(graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)

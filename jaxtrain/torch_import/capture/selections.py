@@ -37,6 +37,9 @@ def _shape_of_places(mask: torch.Tensor, size: int) -> torch.Tensor:
     return mask.new_empty((size, mask.ndim), dtype=torch.int64)
 
 
+# Places that nothing reads stay in the graph: a question may be about their number.
+torch.fx.node.has_side_effect(torch.ops.jaxtrain.places.default)
+
 _PLACES = (_ATEN.nonzero.default, _ATEN.nonzero_numpy.default, _ATEN.where.default)
 _READING = (_ATEN.index.Tensor, _ATEN._unsafe_index.Tensor)
 _WRITING = (_ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._unsafe_index_put.default)
