@@ -8,7 +8,7 @@ is compared with the graph without it.
 from collections.abc import Collection
 from typing import Any
 
-from jaxtrain.torch_import.graph import GETITEM, Graph, Node, Ref, Spec
+from jaxtrain.torch_import.graph import Graph, Node, Ref, Spec
 from jaxtrain.torch_import.integer_ranges import names, packet_of
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.selected_rows import PLACE_OF_REDUCTION, PLACES, SUM
@@ -90,12 +90,11 @@ class _Values:
             return _ZERO
         if packet in _ADDING and _ZERO in given[1:] and given[0] != _ZERO:
             return given[0]
-        key: Any = (node.op, self._key(node.args), self._key(node.kwargs), node.promoted)
+        # What is computed of nothing depends on nothing else.
+        key: Any = (node.op, self._key(node.args), self._key(node.kwargs), node.promoted, self._key(shape))
         if node.op in RANDOM:
             self._draws += 1
             key = (*key, self._draws)
-        if (_NOTHING in given or _ZERO in given) and node.op != GETITEM:
-            key = (*key, id(self))
         return self._number(key)
 
 
