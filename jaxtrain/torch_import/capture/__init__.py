@@ -13,6 +13,7 @@ known_values  tensors computed from constants
 questions  values that forward reads, answered as for the example
 symbolic   arithmetic on numbers that are read from tensors
 bincount   histograms with a fixed number of bins
+selections numbers of rows that depend on values
 in_float64 code that asks for float32, in float64
 attributes what forward assigns besides buffers
 export     the capture

@@ -10,6 +10,7 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -496,7 +497,9 @@ def _products(exported: torch.export.ExportedProgram) -> float:
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, torch.Tensor):
             weights = [x.meta["val"] for x in node.all_input_nodes if x.name in names]
-            total += value.numel() * sum(x.numel() / x.shape[0] for x in weights if x.ndim > 1 and x.numel())
+            # A number of rows that depends on values is left out.
+            size = prod(n for n in value.shape if isinstance(n, int))
+            total += size * sum(x.numel() / x.shape[0] for x in weights if x.ndim > 1 and x.numel())
     return total
 
 

@@ -33,6 +33,7 @@ from jaxtrain.torch_import.graph import (
 from jaxtrain.torch_import.layers import mapped
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal, source_line
+from jaxtrain.torch_import.selected_rows import PLACES
 
 _DROPPED = frozenset({"device", "layout", "memory_format", "pin_memory", "generator", "non_blocking", "copy"})
 """Keyword arguments without a meaning in JAX."""
@@ -152,11 +153,11 @@ def _filled(result: Any, outputs: Sequence[Any]) -> Any:
 
 
 def _needed(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """Return the nodes that the outputs depend on, and those that draw random numbers, in the order of evaluation.
+    """Return the nodes that the outputs depend on, and those that draw random numbers or select rows, in their order.
 
     The others only check values.
     """
-    needed = {graph.output_node()} | {node for node in graph.nodes if key_of(node.target) in RANDOM}
+    needed = {graph.output_node()} | {node for node in graph.nodes if key_of(node.target) in (PLACES, *RANDOM)}
     for node in reversed(graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
@@ -189,7 +190,7 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
     if key.startswith("aten.as_strided") and not _is_whole(node.all_input_nodes[0].meta["val"]):
         raise refusal("as_strided of a view", "call contiguous() first", source)
     is_operation = isinstance(node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
-    is_known = key in known or key in (GETITEM, GRADIENT, *MARKS)
+    is_known = key in known or key in (GETITEM, GRADIENT, PLACES, *MARKS)
     if not is_known and not is_operation:
         raise refusal(
             "a tensor's value is used as a Python number", "use tensors, or pass the number by itself", source
@@ -216,7 +217,8 @@ def _of_numbers(node: torch.fx.Node, source: str) -> Node:
     spec = _specs(node.meta["val"], node)
     args = tuple(_argument(arg, node) for arg in node.args)
     values = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in node.args]
-    promoted = "float64" if any(isinstance(x, float | torch.SymFloat) for x in values) else "int64"
+    floats = any(isinstance(x, float | torch.SymFloat) for x in (*values, node.meta["val"]))
+    promoted = "float64" if floats else "int64"
     return Node(node.name, key, args, dict(kwargs), spec, promoted, _module(node), source)
 
 

@@ -31,12 +31,15 @@ from jaxtrain.torch_import.capture.lifted import Function, with_lifted_constants
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
 from jaxtrain.torch_import.capture.placing import Placing
 from jaxtrain.torch_import.capture.questions import Example, Questions
+from jaxtrain.torch_import.capture.selections import RowQuestions, answering, names_rows, with_sizes
 from jaxtrain.torch_import.capture.structure import Structure, captured_dtype, in_mode
 from jaxtrain.torch_import.capture.tracing import tracing
 from jaxtrain.torch_import.graph import Captured, ModuleCall, Spec
 from jaxtrain.torch_import.insertion_order import check_keys
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import first_line, refusal, source_line
+from jaxtrain.torch_import.selected_rows import with_selected_rows
+from jaxtrain.torch_import.skipped import is_without_effect
 
 Origins = Mapping[str, tuple[ModuleCall, ...]]
 
@@ -96,7 +99,18 @@ def capture(
         return structure, tensors
 
     def trace(module: _Forward, under_autocast: Calls | None) -> tuple[Captured, Program]:
-        with tracing() as traced, recorded_calls() as calls, marked(under_autocast):
+        captured, program, rows = trace_with_rows(module, under_autocast, RowQuestions())
+        if rows.skipped:
+            again = forward(path=module.questions.path)
+            skipping, _, without = trace_with_rows(again, under_autocast, RowQuestions(rows=False))
+            if not is_without_effect(captured.graph, rows.skipped, skipping.graph, without.skipped):
+                raise rows.refusal()
+        return with_selected_rows(captured), program
+
+    def trace_with_rows(
+        module: _Forward, under_autocast: Calls | None, rows: RowQuestions
+    ) -> tuple[Captured, Program, RowQuestions]:
+        with tracing() as traced, recorded_calls() as calls, marked(under_autocast), answering(rows):
             module.questions.calls = calls
             program = _program(module, given)
             exported = _decomposed(program, known)
@@ -108,7 +122,7 @@ def capture(
         refuse_lost_gradients(captured.graph)
         refuse_saved_results(captured.graph)
         captured = captured._replace(origins={**captured.origins, **origins}, unused=unused)
-        return captured, Program(program, result, calls, traced.draws, asked)
+        return captured, Program(program, result, calls, traced.draws, asked), rows
 
     def autocast_calls(answers: Sequence[Any] | None = None) -> Calls:
         module = forward(answers)
@@ -239,6 +253,7 @@ def _remove_unused_buffers(exported: torch.export.ExportedProgram) -> None:
 
 def _decomposed(program: torch.export.ExportedProgram, known: Collection[str]) -> torch.export.ExportedProgram:
     """Return the program of the operations that are known, none of which is in place."""
+    program = with_sizes(program)
     try:
         exported = program.run_decompositions(_decompositions(known))
     except RuntimeError as error:
@@ -271,7 +286,7 @@ def _custom_functions(
     for node in exported.graph_module.graph.find_nodes(op="call_function", target=operation):
         call = calls[node.args[0]]
         given = [spec_of(x.meta["val"], x) for x in node.args[1]]
-        with tracing(), inlined_calls():
+        with tracing(), inlined_calls(), answering(RowQuestions()):
             forward = _pass(call.forward, given, placing, structure, known)
             specs = {x.name: x.spec for x in forward.graph.nodes if isinstance(x.spec, Spec)}
             outputs = [specs[ref.name] for ref in forward.graph.outputs]
@@ -295,7 +310,7 @@ def _pass(
     module = _Forward(torch.nn.Module(), lambda _, leaves: fn(leaves), placing, Questions())
     exported = _decomposed(_program(module, _fakes(given, structure)), known)
     places = tuple(Leaf(i) for i, _ in enumerate(exported.graph_signature.user_outputs))
-    captured = converted(exported, places, {}, known, {}, ())
+    captured = with_selected_rows(converted(exported, places, {}, known, {}, ()))
     for node in captured.graph.nodes:
         if node.op in RANDOM:
             raise refusal(
@@ -383,5 +398,7 @@ def _export_refusal(error: Exception, module: torch.nn.Module) -> UserError:
         return refusal(
             "control flow or a shape depends on a tensor's value", "use torch.where and fixed shapes", source
         )
+    if names_rows(str(error)):
+        return refusal("a shape depends on the number of rows that a mask selects", "use a mask of fixed shape", source)
     problem = f"{type(module).__name__} cannot be traced by torch.export: {first_line(error)}"
     return refusal(problem, "change that line, or import a part of the module without it", source)

@@ -99,7 +99,7 @@ class Questions(TorchFunctionMode):
         self.is_unanswered = False
         self.answers: list[Any] = []
         self.calls: Sequence[Call] = ()
-        self._example, self._given_answers, self._path = example, answers, path
+        self._example, self._given_answers, self.path = example, answers, path
         self._tracer: Any = None
         self._placeholders: dict[torch.fx.Node, Callable[[Example], torch.Tensor]] = {}
         self._known: dict[Any, bool | int | float] = {}
@@ -187,7 +187,7 @@ class Questions(TorchFunctionMode):
     def _on_path(self, answer: bool) -> bool:
         """Return the answer to the next condition."""
         place = sum(question.is_branch for question in self.asked)
-        return self._path[place] if place < len(self._path) else answer
+        return self.path[place] if place < len(self.path) else answer
 
     def of_expression(self, expr: Any, *, is_users: bool = False) -> Any:
         """Return the value of an expression of numbers of tensors; None if it is not known.
@@ -372,7 +372,7 @@ def _evaluated(self: ShapeEnv, orig_expr: Any, *args: Any, **kwargs: Any) -> Any
         return value
 
 
-def _condition(self: torch.SymBool) -> bool:
+def user_condition(self: torch.SymBool) -> bool:
     """`SymBool.__bool__`, as of a condition in the user's code."""
     token = _is_users_condition.set(_is_users())
     try:
@@ -420,6 +420,5 @@ QUESTIONS: tuple[tuple[Any, str, Any], ...] = (
     (ShapeEnv, "guard_or_defer_runtime_assert", _deferred),
     (ProxyTorchDispatchMode, "__torch_dispatch__", _dispatched),
     (torch, "_assert_async", _assert_async),
-    (torch.SymBool, "__bool__", _condition),
 )
 """Replacements while a module is traced: owner, name and value."""

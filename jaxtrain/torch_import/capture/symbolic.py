@@ -9,6 +9,7 @@ OF_NUMBERS: dict[Any, tuple[str, dict[str, Any]]] = {
     operator.add: ("aten.add.Tensor", {}),
     operator.sub: ("aten.sub.Tensor", {}),
     operator.mul: ("aten.mul.Tensor", {}),
+    operator.truediv: ("aten.div.Tensor", {}),
     operator.neg: ("aten.neg.default", {}),
     operator.mod: ("aten.remainder.Tensor", {}),
     operator.floordiv: ("aten.div.Tensor_mode", {"rounding_mode": "floor"}),
@@ -21,6 +22,7 @@ OF_NUMBERS: dict[Any, tuple[str, dict[str, Any]]] = {
     operator.and_: ("aten.logical_and.default", {}),
     operator.or_: ("aten.logical_or.default", {}),
     torch.sym_not: ("aten.logical_not.default", {}),
+    torch.sym_float: ("aten.clone.default", {}),
     torch.sym_max: ("aten.maximum.default", {}),
     torch.sym_min: ("aten.minimum.default", {}),
 }

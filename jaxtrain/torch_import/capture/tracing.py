@@ -22,6 +22,7 @@ from jaxtrain.torch_import.capture.functions import FUNCTIONS
 from jaxtrain.torch_import.capture.known_values import KNOWN_VALUES
 from jaxtrain.torch_import.capture.questions import QUESTIONS
 from jaxtrain.torch_import.capture.reached import GLOBAL, same_state
+from jaxtrain.torch_import.capture.selections import SELECTIONS
 from jaxtrain.torch_import.refusals import is_internal, refusal, source_line
 
 
@@ -46,7 +47,7 @@ def tracing() -> Iterator[Traced]:
     unchecked = replaced(torch.distributions.Distribution, "_validate_args", False)
     traced, states = Traced(), [x.state for x in GLOBAL]
     with quiet(), _whole_stack_traces(), _without_randomness(), unchecked, contextlib.ExitStack() as patches:
-        for owner, name, function in (*FUNCTIONS, *KNOWN_VALUES, *BINCOUNT, *QUESTIONS):
+        for owner, name, function in (*FUNCTIONS, *KNOWN_VALUES, *BINCOUNT, *QUESTIONS, *SELECTIONS):
             patches.enter_context(replaced(owner, name, function))
         patches.enter_context(AssumedFinite())
         errors = patches.enter_context(_errors_of_values())
