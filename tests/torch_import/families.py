@@ -10,6 +10,8 @@ from torch import nn
 from torch.utils import _pytree
 
 ROWS, LENGTH, VOCABULARY, WIDTH = 2, 8, 61, 32
+IMAGE_TOKEN, FEATURES = VOCABULARY - 1, 4
+"""The token that stands for a feature of an image, and the number of an image's features."""
 TEXT = {
     **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"intermediate_size": 48, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2},
@@ -113,6 +115,26 @@ def _plain(make: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> Family:
 def _features(*shape: int) -> Callable[[int], dict[str, np.ndarray]]:
     """Inputs of a speech model that takes features, with tokens for its decoder."""
     return lambda seed: {"input_features": _normal(seed, ROWS, *shape), **_tokens(seed, "decoder_input_ids")}
+
+
+def _with_images(name: str, config: str, text: str, vision: str, **options: Any) -> Family:
+    """A language model that reads the features of an image in the place of some tokens."""
+    texts = {"model_type": text, **GROUPED, "head_dim": 8, **({"sliding_window": 4} if text == "gemma3_text" else {})}
+    images = {"model_type": vision, **VISION}
+
+    def inputs(seed: int) -> dict[str, np.ndarray]:
+        tokens = np.minimum(_tokens(seed)["input_ids"], IMAGE_TOKEN - 1)
+        tokens[:, 1 : 1 + FEATURES] = IMAGE_TOKEN
+        types = {"token_type_ids": (tokens == IMAGE_TOKEN).astype(np.int64)} if text.startswith("gemma") else {}
+        return {"input_ids": tokens, **_images(seed), **types}
+
+    def module() -> nn.Module:
+        made = getattr(transformers, config)(
+            text_config=texts, vision_config=images, image_token_index=IMAGE_TOKEN, **options
+        )
+        return Floats(getattr(transformers, name)(made)).train()
+
+    return Family(module, inputs)
 
 
 def _clip() -> nn.Module:
@@ -278,6 +300,11 @@ FAMILIES: dict[str, Family] = {
         *("Wav2Vec2ForCTC", "Wav2Vec2Config", lambda seed: {"input_values": _normal(seed, ROWS, 400)}),
         **{**TEXT, "conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2},
         **{"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0, "mask_time_prob": 0.0},
+    ),
+    "llava": _with_images("LlavaForConditionalGeneration", "LlavaConfig", "llama", "clip_vision_model"),
+    "gemma3_images": _with_images(
+        *("Gemma3ForConditionalGeneration", "Gemma3Config", "gemma3_text", "siglip_vision_model"),
+        mm_tokens_per_image=FEATURES,
     ),
     "deit": _transformer("DeiTForImageClassification", "DeiTConfig", _images, **VISION, hidden_dropout_prob=0.1),
     "beit": _transformer("BeitForImageClassification", "BeitConfig", _images, **VISION, hidden_dropout_prob=0.1),

@@ -216,15 +216,9 @@ def meshgrid(tensors: Sequence[jax.Array], indexing: str = "ij") -> list[jax.Arr
     return list(jnp.meshgrid(*(x.ravel() for x in tensors), indexing=indexing))
 
 
-@op("repeat_interleave.self_Tensor")
-def repeat_interleave(x: jax.Array, repeats: jax.Array, dim: int | None = None, output_size: Any = None) -> jax.Array:
-    """Each element of an axis as often as a tensor says, in a known number of elements."""
-    return jnp.repeat(x, repeats, dim, total_repeat_length=output_size)
-
-
 @op("repeat_interleave.Tensor")
-def repeated_places(repeats: jax.Array, output_size: int | None = None) -> jax.Array:
-    """The place of each element of `repeat_interleave`."""
+def repeat_interleave(repeats: jax.Array, output_size: int) -> jax.Array:
+    """The place of each element that is repeated as often as a tensor says, in a known number of elements."""
     return jnp.repeat(jnp.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
 
 
