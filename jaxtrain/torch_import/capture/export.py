@@ -111,10 +111,11 @@ def capture(
         )
         questions = Questions()
         captured, program = trace(forward(), under_autocast, questions)
-        if questions.skipped:
-            without = Questions(rows=False)
-            skipping, _ = trace(forward(), under_autocast, without)
-            if not is_without_effect(captured.graph, questions.skipped, skipping.graph, without.skipped):
+        for other in questions.others():
+            skipping, _ = trace(forward(), under_autocast, other)
+            skipped, others = questions.skipped(other.empty), other.skipped(other.empty)
+            is_alike = other.count == questions.count
+            if not is_alike or not is_without_effect(captured.graph, skipped, skipping.graph, others):
                 raise questions.refusal()
         if assigned:
             again = forward()
