@@ -396,9 +396,13 @@ def _moved(to: _Rewritten, node: Node) -> None:
 
 @_rule("squeeze")
 def _squeezed(to: _Rewritten, node: Node) -> None:
-    if len(node.args) < 2:
+    x = node.args[0]
+    chosen = _axes(node.args[1] if len(node.args) > 1 else None, len(to.shape(x)))
+    if any(rows.axis in chosen for rows in to.rows(x)):
         raise refusal(
-            "squeeze of rows that a mask selects removes their axis if there is one", "give it an axis", node.source
+            "squeeze removes the axis of the rows that a mask selects where there is one row",
+            "give it another axis, as squeeze(-1)",
+            node.source,
         )
     to.move()
 

@@ -226,6 +226,16 @@ def test_selected_rows_are_written_back(name: str) -> None:
     check(WRITTEN[name], batches_of((ROWS, WIDTH), 1))
 
 
+def test_a_mask_of_one_element() -> None:
+    def fn(self: Any, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        y = self.inner(x[mask])
+        written = x.index_add(0, torch.where(mask)[0], y)
+        return y.mean(0), written, F.cross_entropy(y, y.argmax(-1)), (y @ self.w).softmax(0).sum(), y.sum() / len(y)
+
+    x = batch_of(1, WIDTH)
+    check(fn, [(x, np.array([True])), (x, np.array([False]))])
+
+
 def spread(self: Any, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
     y = x[mask] * self.w
     return y.std(), y.var(0), y.std(0, unbiased=False), y.var(dim=-1).sum()
@@ -313,6 +323,16 @@ def test_experts_of_transformers(family: str) -> None:
     assert judged(lambda: mixture(family), bar=1e-6) == "proved"
 
 
+def two_guards(self: Any, x: Tensor, mask: Tensor, together: bool) -> Tensor:
+    """Rows of a mask that are skipped if another one selects none."""
+    rows, others = x[mask], x[~mask]
+    total = (x * self.w).sum()
+    if together:
+        return total + (rows * self.w).sum() if len(rows) > 0 and len(others) > 0 else total
+    is_given, are_given = bool(len(rows) > 0), bool(len(others) > 0)
+    return total + (rows * self.w).sum() if is_given and are_given else total
+
+
 REFUSED: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "a result": lambda self, x, mask: x[mask] * self.w,
     "the last row": lambda self, x, mask: x[mask][-1] * self.w,
@@ -322,6 +342,11 @@ REFUSED: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "another number": lambda self, x, mask: x.sum() * self.w if len(x[mask]) > 2 else self.w,
     "another result": lambda self, x, mask: (x[mask] * self.w).mean() if len(x[mask]) > 0 else self.w.sum(),
     "a label": lambda self, x, mask: F.cross_entropy(x[mask].T * self.w[:, None], x.argmax(0) * 0, label_smoothing=0.1),
+    "one of two": lambda self, x, mask: two_guards(self, x, mask, together=True),
+    "one of two, told before": lambda self, x, mask: two_guards(self, x, mask, together=False),
+    "one row": lambda self, x, mask: (x[mask].squeeze(0).mean(0) * self.w).sum(),
+    "squeezed": lambda self, x, mask: (x[mask.nonzero().squeeze()] * self.w).sum(),
+    "changed places": lambda self, x, mask: sum((x * i * self.w).sum() for i in mask.nonzero().add_(1)) + self.w.sum(),
     "two masks": lambda self, x, mask: (x[mask] * x[x[:, 0] > 0] * self.w).sum(),
     "view": lambda self, x, mask: (x[mask].reshape(WIDTH, -1) * 2).sum(1) * self.w,
     "repeated": lambda self, x, mask: (x[mask].repeat(2, 1) * self.w).sum(),

@@ -100,10 +100,12 @@ def capture(
 
     def trace(module: _Forward, under_autocast: Calls | None) -> tuple[Captured, Program]:
         captured, program, rows = trace_with_rows(module, under_autocast, RowQuestions())
-        if rows.skipped:
+        for other in rows.others():
             again = forward(path=module.questions.path)
-            skipping, _, without = trace_with_rows(again, under_autocast, RowQuestions(rows=False))
-            if not is_without_effect(captured.graph, rows.skipped, skipping.graph, without.skipped):
+            skipping, _, _ = trace_with_rows(again, under_autocast, other)
+            skipped, others = rows.skipped(other.empty), other.skipped(other.empty)
+            is_alike = other.count == rows.count
+            if not is_alike or not is_without_effect(captured.graph, skipped, skipping.graph, others):
                 raise rows.refusal()
         return with_selected_rows(captured), program
 

@@ -235,25 +235,45 @@ class RowQuestions:
     """What `forward` asks about numbers of selected rows while it is traced.
 
     Attributes:
-      rows: Whether there are rows, as the questions are answered.
+      empty: The questions, by their order, that are answered as for no rows; None for all.
+      count: How many questions there were.
       numbers: The prime number of rows in the program, by that of their symbol.
     """
 
-    def __init__(self, rows: bool = True) -> None:
-        self.rows = rows
+    def __init__(self, empty: AbstractSet[int] | None = frozenset()) -> None:
+        self.empty = empty
+        self.count = 0
         self.numbers: dict[int, int] = {}
-        self._asked: set[int] = set()
+        self._places: dict[sympy.Symbol, int] = {}
+        self._asked: dict[int, set[int]] = {}
         self._source = ""
 
-    @property
-    def skipped(self) -> set[int]:
-        """The prime numbers of rows without which `forward` does something else."""
-        return {self.numbers.get(number, number) for number in self._asked}
+    def others(self) -> "list[RowQuestions]":
+        """Return questions to be answered otherwise: all as for no rows, and each two of them differently."""
+        if not self.count:
+            return []
+        bits = range((self.count - 1).bit_length())
+        groups = [{i for i in range(self.count) if (i >> bit & 1) == value} for bit in bits for value in (0, 1)]
+        return [RowQuestions(None), *map(RowQuestions, groups)]
 
-    def add(self, symbols: AbstractSet[sympy.Symbol]) -> None:
-        """Note that `forward` does something else without the rows that symbols count."""
-        self._asked.update(map(int, _primes(symbols).values()))
+    def skipped(self, empty: AbstractSet[int] | None) -> set[int]:
+        """Return the prime numbers of rows that questions are about."""
+        found = (numbers for i, numbers in self._asked.items() if empty is None or i in empty)
+        return {self.numbers.get(number, number) for numbers in found for number in numbers}
+
+    def ask(self) -> int:
+        """Return the place of a new question."""
+        self.count += 1
         self._source = self._source or _line()
+        return self.count - 1
+
+    def is_empty(self, place: int) -> bool:
+        """Return whether a question is answered as for no rows."""
+        return self.empty is None or place in self.empty
+
+    def add(self, place: int, symbols: AbstractSet[sympy.Symbol]) -> None:
+        """Note that a question is about the rows that symbols count."""
+        self._asked.setdefault(place, set()).update(map(int, _primes(symbols).values()))
 
     def answer(self, question: sympy.Basic) -> bool | None:
         """Return the answer for some rows or for none; None if it is another one for several numbers of rows."""
@@ -266,9 +286,12 @@ class RowQuestions:
         (some, *others) = {question.xreplace({symbol: sympy.Integer(n)}) for n in (*range(1, 3 * _FEW), number)}
         if others or not {empty, some} <= {sympy.true, sympy.false}:
             return None
-        if empty != some:
-            self.add(symbols)
-        return bool(some if self.rows else empty)
+        if empty == some:
+            return bool(some)
+        if symbol not in self._places:
+            self._places[symbol] = self.ask()
+            self.add(self._places[symbol], symbols)
+        return bool(empty if self.is_empty(self._places[symbol]) else some)
 
     def refusal(self) -> UserError:
         """Return the error of a question whose answer for no rows changes the result."""
@@ -366,13 +389,13 @@ def _where(condition: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 _nonzero_of: Callable[..., Any] = torch.nonzero
 _where_of, _iter_of = torch.where, torch.Tensor.__iter__
-_conditions: list[torch.Tensor] = []
-"""Whether there is each of the rows that loops of `forward` are at."""
+_conditions: list[tuple[int, torch.Tensor]] = []
+"""Whether there is each of the rows that loops of `forward` are at, with the place of the loop among the questions."""
 
 
 def _with_conditions(mask: torch.Tensor) -> torch.Tensor:
     """Return a mask that is false where a loop over selected rows has no such row."""
-    for condition in _conditions:
+    for _, condition in _conditions:
         mask = mask.bool() & condition
     return mask
 
@@ -380,23 +403,29 @@ def _with_conditions(mask: torch.Tensor) -> torch.Tensor:
 def _mark(found: torch.Tensor, mask: torch.Tensor) -> None:
     """Note the mask of places, and their number where a loop may have no row."""
     if found.ndim and isinstance(found.shape[0], torch.SymInt):
-        found._mask = mask
-        if _conditions:
-            _row_questions[-1].add(free_unbacked_symbols(found.shape))
+        found._mask = (mask, mask._version, found._version)
+        for place, _ in _conditions:
+            _row_questions[-1].add(place, free_unbacked_symbols(found.shape))
 
 
 def _iterated(self: torch.Tensor) -> Iterator[torch.Tensor]:
     """`Tensor.__iter__`; over the places of a mask, of which each may be one or not."""
-    mask = getattr(self, "_mask", None)
-    return _iter_of(self) if mask is None or self.ndim != 2 else _each_place(mask)
+    mask, *versions = getattr(self, "_mask", (None,))
+    if mask is None or self.ndim != 2 or versions != [mask._version, self._version]:
+        return _iter_of(self)
+    return _each_place(mask)
 
 
 def _each_place(mask: torch.Tensor) -> Iterator[torch.Tensor]:
+<<<<<<< HEAD
     if not _row_questions[-1].rows:
+=======
+    loop = _row_questions[-1].ask()
+    if _row_questions[-1].is_empty(loop):
+>>>>>>> wA
         return
     for place in itertools.product(*map(range, mask.shape)):
-        condition = mask[place].bool()
-        _conditions.append(condition)
+        _conditions.append((loop, mask[place].bool()))
         try:
             yield torch.tensor(place)
         finally:
