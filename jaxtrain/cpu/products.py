@@ -122,15 +122,19 @@ def _is_small(eqn: JaxprEqn) -> bool:
 
 
 def _convolve_as_product(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    dims = eqn.params["dimension_numbers"]
-    # PyTorch's kernel [out, in, *taps] is a matrix as it is; a transpose of it costs more than the product.
-    out_first = dims.rhs_spec == tuple(range(kernel.ndim))
+    out_first = eqn.params["dimension_numbers"].rhs_spec == tuple(range(kernel.ndim))
     x, taps_first = _operands_channels_last(eqn, x, kernel)
-    taps = taps_first.shape[:-2]
-    windows = _windows(x, taps, eqn.params, channels_first=out_first)
+    *taps, _, features = taps_first.shape
+    # PyTorch's kernel [out, in, *taps] is a matrix as it is, but windows are copied from channels that are last: the
+    # smaller one of the two matrices is transposed.
+    rows = math.prod(eqn.outvars[0].aval.shape) // features
+    channels_first = out_first and rows <= features
+    windows = _windows(x, taps, eqn.params, channels_first=channels_first)
+    if out_first:
+        kernel = (kernel if channels_first else jnp.moveaxis(kernel, 1, -1)).reshape(features, -1)
     y = lax.dot_general(
         windows.reshape(-1, windows.shape[-1]),
-        kernel.reshape(kernel.shape[0], -1) if out_first else taps_first.reshape(-1, taps_first.shape[-1]),
+        kernel if out_first else taps_first.reshape(-1, features),
         (((1,), (int(out_first),)), ((), ())),
         precision=eqn.params["precision"],
         preferred_element_type=eqn.params["preferred_element_type"],

@@ -115,6 +115,18 @@ def test_convolutions_with_at_most_as_many_positions_as_taps_become_products():
     assert not products((2, 2, 2, 8), (3, 3, 8, 8), lhs_dilation=(2, 2), padding=((1, 1), (1, 1)))
 
 
+def test_the_smaller_one_of_windows_and_kernel_is_transposed():
+    def transposed(features, rows):
+        axes = ("NHWC", "OIHW", "NHWC")
+        fn = cpu_products(lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=axes))
+        closed = jax.make_jaxpr(fn)(jnp.ones((rows, 2, 2, 5)), jnp.ones((features, 5, 3, 3)))
+        found = [eqn.params["permutation"] for eqn in closed.eqns if eqn.primitive.name == "transpose"]
+        return (0, 2, 3, 1) in found
+
+    assert not transposed(features=8, rows=2)
+    assert transposed(features=7, rows=2)
+
+
 def test_low_precision_results_keep_their_dtype():
     fn = cpu_products(
         lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
