@@ -417,12 +417,8 @@ def _iterated(self: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _each_place(mask: torch.Tensor) -> Iterator[torch.Tensor]:
-<<<<<<< HEAD
-    if not _row_questions[-1].rows:
-=======
     loop = _row_questions[-1].ask()
     if _row_questions[-1].is_empty(loop):
->>>>>>> wA
         return
     for place in itertools.product(*map(range, mask.shape)):
         _conditions.append((loop, mask[place].bool()))
