@@ -178,12 +178,14 @@ class Captured(NamedTuple):
       origins: The calls of modules around each operation of PyTorch, outermost first, by the operation's name.
       unused: Parameters that have no gradient in PyTorch although the graph depends on them, as a bias whose energy is
         differentiated.
+      left_out: Attributes of the module that each call changes and that nothing depends on.
     """
 
     graph: Graph
     constants: dict[str, np.ndarray]
     origins: Mapping[str, tuple[ModuleCall, ...]] = MappingProxyType({})
     unused: frozenset[str] = frozenset()
+    left_out: tuple[str, ...] = ()
 
 
 def references(value: Any) -> Iterator[str]:
@@ -223,6 +225,24 @@ def without_unused(graph: Graph, kept: Collection[str]) -> Graph:
             nodes.append(node)
             used.update(references((node.args, node.kwargs)))
     return replace(graph, nodes=tuple(reversed(nodes)))
+
+
+def read_state(graph: Graph, optional: Collection[str]) -> frozenset[str]:
+    """Return the state of a graph that its outputs or the state of later calls depend on.
+
+    Args:
+      graph: The graph.
+      optional: The state that is left out if nothing else depends on it.
+    """
+    kept = {name: ref for name, ref in graph.state.items() if name not in optional}
+    while True:
+        read = without_unused(replace(graph, state=kept), ()).nodes
+        used = {*references((graph.outputs, kept, [(node.args, node.kwargs) for node in read]))}
+        targets = {x.target for x in graph.inputs if x.kind == "state" and x.name in used}
+        new = {name: ref for name, ref in graph.state.items() if name in kept or name in targets}
+        if new == kept:
+            return frozenset(kept)
+        kept = new
 
 
 def has_gradient_inside(graph: Graph) -> bool:

@@ -13,6 +13,8 @@ known_values  tensors computed from constants
 bincount   histograms with a fixed number of bins
 in_float64 code that asks for float32, in float64
 attributes what forward assigns besides buffers
+carried    attributes that are carried from call to call
+numbers    Python numbers that depend on tensors
 export     the capture
 agreement  the captured program beside the module itself
 eager      programs that PyTorch evaluates
@@ -29,6 +31,7 @@ origins    where operations come from
 """
 
 from jaxtrain.torch_import.capture.agreement import Beside, example_tensors
+from jaxtrain.torch_import.capture.carried import CarriedError, started
 from jaxtrain.torch_import.capture.causal_lm import (
     adaptable_weights,
     empty_causal_lm,
@@ -54,6 +57,7 @@ from jaxtrain.torch_import.capture.structure import (
 
 __all__ = [
     "Beside",
+    "CarriedError",
     "Structure",
     "adaptable_weights",
     "as_array",
@@ -71,6 +75,7 @@ __all__ = [
     "plain_call",
     "pretrained",
     "shape_of",
+    "started",
     "structure_of",
     "token_embeddings",
     "write_causal_lm",

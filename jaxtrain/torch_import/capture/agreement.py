@@ -9,13 +9,14 @@ import is refused.
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from jaxtrain.torch_import.capture.carried import CARRYING, Attribute, started
 from jaxtrain.torch_import.capture.custom_gradients import Call
 from jaxtrain.torch_import.capture.eager import evaluated
 from jaxtrain.torch_import.capture.reached import (
@@ -68,12 +69,16 @@ class Program(NamedTuple):
       result: Structure of its results.
       calls: The calls of `torch.autograd.Function` in it.
       draws: Whether the capture drew from the global random numbers of Python and NumPy.
+      carried: The attributes that the module carries from call to call.
+      changed: Names of what a call changes, parameters among them.
     """
 
     exported: torch.export.ExportedProgram
     result: Any
     calls: Sequence[Call]
     draws: bool
+    carried: Sequence[Attribute]
+    changed: Collection[str]
 
 
 class Results(NamedTuple):
@@ -109,8 +114,11 @@ class Comparison(NamedTuple):
     constants: Mapping[str | None, Any]
 
     @contextlib.contextmanager
-    def on(self, weights: bool, inputs: bool) -> Iterator[Sequence[torch.Tensor]]:
-        """Give the module other weights and seeds, and return the batch or another one, while entered."""
+    def on(self, weights: bool, inputs: bool, first: bool = False) -> Iterator[Sequence[torch.Tensor]]:
+        """Give the module other weights and seeds, and return the batch or another one, while entered.
+
+        The module has been called once before, or it is as it was given.
+        """
         with restored(self.reached):
             if not self.train:
                 self.module.eval()
@@ -123,7 +131,8 @@ class Comparison(NamedTuple):
                 _change_weights(self.module, random)
             # The second call is compared: a first one may start a state that no buffer has.
             with contextlib.suppress(Exception):
-                self._called(self.leaves, _SEED + 1)
+                if not first:
+                    self._called(self.leaves, _SEED + 1)
             yield _other_inputs(self.leaves, random) if inputs else self.leaves
 
     @property
@@ -135,8 +144,14 @@ class Comparison(NamedTuple):
         """Return what the module computes."""
         params = _params(self.module)
         structure, outputs = self._called(leaves, _SEED)
-        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        buffers = self._buffers()
         return _results(structure, outputs, buffers, self._trained(params))
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Return what the module carries from call to call: buffers, parameters that it changes, and attributes."""
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        params = {name: x for name, x in _params(self.module).items() if name in self.program.changed}
+        return {**buffers, **params, **started(self.module, self.program.carried)}
 
     def _called(self, leaves: Sequence[torch.Tensor], seed: int) -> tuple[Any, list[torch.Tensor]]:
         torch.manual_seed(seed)
@@ -149,15 +164,18 @@ class Comparison(NamedTuple):
         exported, own = self.program.exported, _params(self.module)
         by_id = {id(x): change(x.detach()).requires_grad_(x.requires_grad) for x in own.values()}
         params = {name: by_id[id(x)] for name, x in own.items()}
-        own = dict(self.module.named_buffers(remove_duplicate=False))
+        own = self._buffers()
         by_id = {id(x): change(x.detach()).clone() for x in own.values()}
         inputs, given = (change(x).clone() for x in leaves), []
+        names = [leaf.name for attribute in self.program.carried for leaf in attribute.leaves]
+        leaves_of = {f"{CARRYING}.{i}": name for i, name in enumerate(names)}
         nodes = exported.graph_module.graph.find_nodes(op="placeholder")
         for spec, node in zip(exported.graph_signature.input_specs, nodes, strict=True):
             name, kind = (spec.target or "").removeprefix("module."), spec.kind.name
-            if kind == "PARAMETER":
+            name = leaves_of.get(name, name)
+            if kind == "PARAMETER" and name not in own:
                 value = params[name].to(node.meta["val"].dtype)
-            elif kind == "BUFFER":
+            elif kind in ("PARAMETER", "BUFFER"):
                 value = by_id[id(own[name])] = by_id[id(own[name])].to(node.meta["val"].dtype)
             elif kind == "USER_INPUT":
                 value = next(inputs)
@@ -206,7 +224,7 @@ def refuse_disagreement(program: Program, beside: Beside, run: Run, *, train: bo
     threads = 1 if products <= _LARGEST_ON_ONE_THREAD else torch.get_num_threads()
     with quiet(), torch.compiler.set_stance("force_eager"), torch.enable_grad(), _threads(threads), _saved(sides):
         for values in _VALUES:
-            if _is_compared(sides, values):
+            if _is_compared(sides, values) and (not program.carried or _is_compared(sides, values, first=True)):
                 return
 
 
@@ -233,11 +251,11 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _is_compared(sides: Comparison, values: tuple[bool, bool]) -> bool:
+def _is_compared(sides: Comparison, values: tuple[bool, bool], first: bool = False) -> bool:
     """Compare the two sides; return False if the module rejects values that are not the example's."""
     # A rate of 0 draws from the global ones without effect.
     generators = sides.generators if sides.program.draws else sides.generators[: -len(GLOBAL)]
-    with sides.on(*values) as leaves:
+    with sides.on(*values, first) as leaves:
         ours = _result_or_error(lambda: sides.ours(leaves))
         before = [x.state for x in generators]
         theirs = _result_or_error(lambda: sides.theirs(leaves))
@@ -266,7 +284,7 @@ def _is_compared(sides: Comparison, values: tuple[bool, bool]) -> bool:
         ) from ours
 
     def rounded() -> Results:
-        with sides.on(*values) as leaves:
+        with sides.on(*values, first) as leaves:
             return sides.ours(leaves, _rounded)
 
     if different := _different(ours, theirs, rounded):
@@ -322,7 +340,7 @@ def _results(
     trained: Mapping[str, torch.Tensor],
 ) -> Results:
     tensors = {f"output {i}" if len(outputs) > 1 else "the output": x for i, x in enumerate(outputs)}
-    tensors |= {f"buffer {name!r}": x for name, x in buffers.items()}
+    tensors |= {f"the state {name!r}": x for name, x in buffers.items()}
     tensors |= {f"the gradient of {name!r}": x for name, x in _gradients(outputs, trained).items()}
     return Results(structure, {name: x.detach().clone() for name, x in tensors.items()})
 

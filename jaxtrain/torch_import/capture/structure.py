@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture.carried import Attribute, start
 from jaxtrain.torch_import.capture.copying import Copy, Memory, copied, own_tensors
 from jaxtrain.torch_import.capture.placing import Originals, originals_of
 from jaxtrain.torch_import.graph import dtype_of
@@ -30,6 +31,7 @@ class Structure(NamedTuple):
       originals: Parts and tensors of the module that was imported, which the copy must not read.
       shared: Buffers that share memory with another, by name.
       own: Returns the module itself, while it exists.
+      carried: The attributes that forward carries from call to call.
     """
 
     module: torch.nn.Module
@@ -39,6 +41,7 @@ class Structure(NamedTuple):
     originals: Originals
     shared: dict[str, str]
     own: Callable[[], torch.nn.Module | None]
+    carried: tuple[Attribute, ...] = ()
 
 
 def structure_of(module: torch.nn.Module) -> Structure:
@@ -121,13 +124,18 @@ def in_mode(structure: Structure, train: bool, dtype: str | None) -> Copy:
     A module that was given in training mode keeps the modes of its parts, such as a frozen BatchNorm in evaluation. If
     the dtype is that of all its parameters, other tensors keep their own too.
     """
-    own = {dtype_name(x.dtype) for x in structure.module.parameters() if x.is_floating_point()}
-    copy = _copy_of(structure.module, structure.mode, None if own == {dtype} else dtype)
+    copy = _copy_of(structure.module, structure.mode, converted_to(structure, dtype))
     if not train:
         copy.module.eval()
     elif not copy.module.training:
         copy.module.train()
     return copy
+
+
+def converted_to(structure: Structure, dtype: str | None) -> str | None:
+    """Return the dtype that tensors are converted to; None if it is that of all parameters."""
+    own = {dtype_name(x.dtype) for x in structure.module.parameters() if x.is_floating_point()}
+    return None if own == {dtype} else dtype
 
 
 def filled(structure: Structure, tensors: Mapping[str, Any]) -> torch.nn.Module:
@@ -149,7 +157,10 @@ def filled(structure: Structure, tensors: Mapping[str, Any]) -> torch.nn.Module:
         for name, x in structure.module.named_parameters()
     }
     new |= {name: tensor(name, x) for name, x in structure.module.named_buffers()}
-    return copied(structure.module, new, computed).module
+    module = copied(structure.module, new, computed).module
+    values = {leaf.name: torch.tensor(np.asarray(tensors[leaf.name])) for x in structure.carried for leaf in x.leaves}
+    start(module, structure.carried, values)
+    return module
 
 
 def persistent_buffers(structure: Structure) -> list[str]:
