@@ -119,7 +119,7 @@ def _assignment(module: torch.nn.Module, path: str) -> str:
     owner, _, name = path.rpartition(".")
     cls = type(module.get_submodule(owner))
     assigns = re.compile(rf"\bself\.{re.escape(name)}\b[^=]*(?<![=!<>])=(?!=)")
-    own = [fn for fn in vars(cls).values() if inspect.isfunction(fn) and fn.__name__ != "__init__"]
+    own: list[Any] = [fn for fn in vars(cls).values() if inspect.isfunction(fn) and fn.__name__ != "__init__"]
     for fn in (*own, cls.forward):
         try:
             lines, first = inspect.getsourcelines(inspect.unwrap(fn))

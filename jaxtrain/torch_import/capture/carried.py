@@ -5,7 +5,7 @@ Python numbers are `Number`s of such tensors; after the call the buffers receive
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -208,7 +208,7 @@ class Carrying(torch.nn.Module):
             self.undetached.add(leaf.name)
         return x.detach().clone()
 
-    def refuse_undetached(self, state: Mapping[str, Any]) -> None:
+    def refuse_undetached(self, state: Collection[str]) -> None:
         """Refuse attributes in a state whose gradient would go on into earlier calls."""
         for attribute in self.attributes:
             for leaf in attribute.leaves:

@@ -106,7 +106,7 @@ class Number:
         return bool(self.tensor != 0)
 
     def __index__(self) -> int:
-        return operator.index(self.tensor.item())
+        return operator.index(_number(self.tensor))  # type: ignore[arg-type]
 
     def __int__(self) -> int:
         return int(self.tensor)
@@ -143,13 +143,13 @@ def _arithmetic(fn: Callable[..., Any], *, in_double: bool = False) -> tuple[Cal
     return called, lambda a, b: called(b, a)
 
 
-for _name, _fn, _in_double in (
+for _name, _fn, _is_double in (
     ("mul", torch.mul, False),
     ("truediv", torch.true_divide, True),
     ("floordiv", torch.floor_divide, False),
     ("mod", torch.remainder, False),
 ):
-    _plain, _reflected = _arithmetic(_fn, in_double=_in_double)
+    _plain, _reflected = _arithmetic(_fn, in_double=_is_double)
     setattr(Number, f"__{_name}__", _plain)
     setattr(Number, f"__r{_name}__", _reflected)
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
