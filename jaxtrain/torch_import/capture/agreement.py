@@ -22,6 +22,7 @@ from jaxtrain.torch_import.capture.eager import evaluated
 from jaxtrain.torch_import.capture.reached import (
     GLOBAL,
     Generator,
+    GlobalGenerator,
     generators_in,
     is_library,
     reached_by,
@@ -133,6 +134,9 @@ class Comparison(NamedTuple):
             with contextlib.suppress(Exception):
                 if not first:
                     self._called(self.leaves, _SEED + 1)
+            # Again: it may have seeded them.
+            for generator in generators_in(self.reached):
+                generator.skip()
             yield _other_inputs(self.leaves, random) if inputs else self.leaves
 
     @property
@@ -155,7 +159,8 @@ class Comparison(NamedTuple):
 
     def _called(self, leaves: Sequence[torch.Tensor], seed: int) -> tuple[Any, list[torch.Tensor]]:
         torch.manual_seed(seed)
-        return self.run(self.module, [x.clone() for x in leaves])
+        with GlobalGenerator():
+            return self.run(self.module, [x.clone() for x in leaves])
 
     def ours(
         self, leaves: Sequence[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
@@ -351,12 +356,20 @@ def _gradients(outputs: Sequence[torch.Tensor], trained: Mapping[str, torch.Tens
     if not terms or not trained:
         return {name: torch.zeros_like(x) for name, x in trained.items()}
     unique = {id(x): x for x in trained.values()}
+    before = [x.grad for x in unique.values()]
+    for x in unique.values():
+        x.grad = None
     try:
         found = torch.autograd.grad(sum(terms), [*unique.values()], allow_unused=True)  # type: ignore[arg-type]
+        # A backward pass of the user's may call `backward`, as that of a reversible layer does.
+        added = [x.grad for x in unique.values()]
     except RuntimeError:  # PyTorch has none: an operation in place changed what it needs
         return {}
-    grads = dict(zip(unique, found, strict=True))
-    return {name: _dense(grads[id(x)], x) for name, x in trained.items()}
+    finally:
+        for x, grad in zip(unique.values(), before, strict=True):
+            x.grad = grad
+    grads = dict(zip(unique, zip(found, added, strict=True), strict=True))
+    return {name: _dense(grads[id(x)][0], x) + _dense(grads[id(x)][1], x) for name, x in trained.items()}
 
 
 def _weighted(y: torch.Tensor) -> torch.Tensor:

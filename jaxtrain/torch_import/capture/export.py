@@ -294,6 +294,10 @@ def _decomposed(
     program: torch.export.ExportedProgram, known: Collection[str], structure: Structure
 ) -> torch.export.ExportedProgram:
     """Return the program of the operations that are known, none of which is in place."""
+    for part in program.graph_module.modules():
+        if isinstance(part, torch.fx.GraphModule) and part is not program.graph_module:
+            # An interpreter keeps the lines of operations in regions, which generated code does not.
+            part.forward = torch.fx.Interpreter(part).run
     try:
         exported = program.run_decompositions(_decompositions(known))
     except RuntimeError as error:
