@@ -463,7 +463,7 @@ def from_torch(
     The module is captured by `torch.export`, in training and in evaluation mode, and evaluated by JAX's operations with
     PyTorch's gradients. A capture that computes something else than the module itself, on other parameters and inputs,
     is refused. The weights are copied; the module itself is kept for `ImportedModel.case`. Of a module on the "meta"
-    device `params` has shapes and dtypes only.
+    device `params` has shapes and dtypes only. Of a lazy module a copy is imported, whose parameters a call has made.
 
     Args:
       module: The module, which is not modified, or a folder of a model of `transformers`, which loads it in float32 and
@@ -494,7 +494,7 @@ def from_torch(
       >>> outputs.shape
       (4, 2)
     """
-    from jaxtrain.torch_import.capture import pretrained, structure_of
+    from jaxtrain.torch_import.capture import is_lazy, materialized, pretrained, structure_of
 
     if isinstance(module, Path | str):
         # A folder is read again, so that its weights are not kept twice.
@@ -502,6 +502,9 @@ def from_torch(
     else:
         own = partial(_itself, module)
     _check_module(module)
+    if is_lazy(module):
+        module = materialized(module, example_batch, call or _call)
+        own = partial(_itself, module)
     original = Original(own, example_batch, call or _call)
     if call is None:
         _check_arguments(module, example_batch)

@@ -264,3 +264,18 @@ class Scaled(torch.nn.Module):
 def test_a_wrong_module_or_example_is_explained_by_the_arguments_of_forward(module, example, message):
     with pytest.raises(UserError, match=message):
         jt.from_torch(module, example)
+
+
+def test_a_lazy_module_is_made_by_a_call_of_a_copy() -> None:
+    module = nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d(), nn.ReLU(), nn.Dropout(0.0), nn.LazyLinear(2))
+    x = batch_of(4, 3).astype(np.float32)
+    model = jt.from_torch(module, x)
+    assert all(map(torch.nn.parameter.is_lazy, module.parameters()))
+    made = model.original.module()
+    assert made.training
+    assert made[1].num_batches_tracked == 0
+    outputs, state = model(model.params, x, jax.random.key(0), model.state)
+    np.testing.assert_allclose(outputs, made(torch.tensor(x)).detach().numpy(), atol=1e-5)
+    np.testing.assert_allclose(state["1.running_var"], made[1].running_var, rtol=1e-5)
+    with pytest.raises(UserError, match=r"Linear has lazy parameters and cannot be called: .*: call it once before"):
+        jt.from_torch(nn.LazyLinear(5), {"wrong": x})

@@ -1,5 +1,6 @@
 """A module without its weights, to be captured for any shapes and dtypes."""
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree
 
 from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
@@ -52,7 +54,7 @@ def structure_of(module: torch.nn.Module) -> Structure:
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise refusal(f"{type(module).__name__} is compiled by torch.jit", "import the module that it was made from")
-    if any(torch.nn.parameter.is_lazy(x) for x in (*module.parameters(), *module.buffers())):
+    if is_lazy(module):
         raise refusal(f"{type(module).__name__} has lazy parameters", "call it once before the import")
     _refuse_hooks(module)
     shared = _shared_buffers(module)
@@ -66,6 +68,35 @@ def structure_of(module: torch.nn.Module) -> Structure:
     aliases = _first_names(module.named_parameters(remove_duplicate=False))
     buffers = _first_names(module.named_buffers(remove_duplicate=False))
     return Structure(copy.module, mode, aliases, buffers, originals_of(module), shared, weakref.ref(module))
+
+
+def is_lazy(module: torch.nn.Module) -> bool:
+    """Return whether a module has parameters or buffers whose shapes the first call determines."""
+    return any(map(torch.nn.parameter.is_lazy, (*module.parameters(), *module.buffers())))
+
+
+def materialized(module: torch.nn.Module, example: Any, call: Callable[[torch.nn.Module, Any], Any]) -> torch.nn.Module:
+    """Return a copy of a module whose lazy parameters have been made by a call in evaluation."""
+    buffers = (x for x in module.buffers() if torch.nn.parameter.is_lazy(x))
+    # PyTorch copies lazy parameters, but not lazy buffers.
+    made = copy.deepcopy(module, {id(x): _lazy_buffer(x) for x in buffers})
+    modes = {part: part.training for part in made.modules()}
+    batch = _pytree.tree_map_only((np.ndarray, jax.Array), lambda x: torch.tensor(np.asarray(x)), example)
+    try:
+        with torch.no_grad():
+            call(made.eval(), batch)
+    except Exception as error:
+        raise refusal(
+            f"{type(module).__name__} has lazy parameters and cannot be called: {first_line(error)}",
+            "call it once before the import",
+        ) from error
+    for part in made.modules():
+        part.training = modes.get(part, module.training)
+    return made
+
+
+def _lazy_buffer(like: torch.Tensor) -> torch.Tensor:
+    return torch.nn.UninitializedBuffer(device=like.device, dtype=like.dtype)  # type: ignore[call-arg]
 
 
 def _first_names(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
