@@ -321,3 +321,30 @@ def test_a_module_that_was_called_once_starts_there() -> None:
     module = Carrying(REFUSED["none"][0])
     module(torch.tensor(batches()[0]))
     equal(imported(module), module)
+
+
+class Reporting(nn.Module):
+    """Returns the numbers that it counts beside tensors, as a dict for a log has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.step = nn.Linear(3, 3), 0
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        self.step += 1
+        beta = min(1.0, self.step / 3)
+        return {"y": self.layer(x) * beta, "log": (beta, {"step": self.step}), "rows": 4}
+
+
+def test_numbers_that_are_returned_are_arrays() -> None:
+    torch.manual_seed(0)
+    module = Reporting()
+    model = imported(module)
+    state = model.state
+    for x in batches():
+        ours, state = model(model.params, x, jax.random.key(0), state)
+        theirs = module(torch.tensor(x))
+        np.testing.assert_allclose(ours["y"], theirs["y"].detach(), rtol=1e-12)
+        assert float(ours["log"][0]) == theirs["log"][0]
+        assert int(ours["log"][1]["step"]) == theirs["log"][1]["step"]
+        assert ours["rows"] == 4

@@ -146,6 +146,39 @@ def number(module: Any, x: torch.Tensor) -> torch.Tensor:
     return (x * module.w)[:, : int(x.argmax())]
 
 
+def until(module: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * module.w
+    while y.abs().max() > 0.1:
+        y = y / 2 + 0.01 * torch.tanh(y)
+    return y
+
+
+def until_masked(module: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * module.w
+    for _ in range(20):
+        y = torch.where(y.abs().max() > 0.1, y / 2 + 0.01 * torch.tanh(y), y)
+    return y
+
+
+def times(module: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * module.w
+    for _ in range(int(x.argmax())):
+        y = torch.tanh(y)
+    return y
+
+
+def test_loops_by_values_are_refused_with_a_remedy_that_works() -> None:
+    for fn, line in ((until, "while y.abs().max() > 0.1:"), (times, "for _ in range(int(x.argmax())):")):
+        with pytest.raises(UserError, match=r"loop a fixed number of times") as error:
+            jt.from_torch(Function(fn), batch_of(4, 3))
+        assert line in str(error.value)
+    differences, model = compared(Function(until_masked), batch_of(4, 3))
+    assert max(differences) <= 1e-14
+    with jax.enable_x64():
+        ours = model(model.params, batch_of(4, 3))[0]
+    np.testing.assert_allclose(ours, until(Function(until_masked), torch.tensor(batch_of(4, 3))).detach(), rtol=1e-14)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "message", "line"),

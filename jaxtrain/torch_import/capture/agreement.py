@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jaxtrain.torch_import.capture.carried import CARRYING, Attribute, started
+from jaxtrain.torch_import.capture.convert import Leaf
 from jaxtrain.torch_import.capture.custom_gradients import Call
 from jaxtrain.torch_import.capture.eager import evaluated
 from jaxtrain.torch_import.capture.reached import (
@@ -147,7 +148,7 @@ class Comparison(NamedTuple):
     def theirs(self, leaves: Sequence[torch.Tensor]) -> Results:
         """Return what the module computes."""
         params = _params(self.module)
-        structure, outputs = self._called(leaves, _SEED)
+        structure, outputs = _with_numbers(self.program.result, *self._called(leaves, _SEED))
         buffers = self._buffers()
         return _results(structure, outputs, buffers, self._trained(params))
 
@@ -336,6 +337,31 @@ def example_tensors(arrays: Sequence[Any], specs: Sequence[Spec]) -> list[torch.
 
 def _params(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_parameters(remove_duplicate=False))
+
+
+def _with_numbers(result: Any, own: Any, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    """Return a result with tensors in the place of Python numbers of which a program computes tensors.
+
+    Args:
+      result: Structure of the program's results.
+      own: That of the module's.
+      tensors: Its tensors.
+    """
+    found: list[torch.Tensor] = []
+
+    def aligned(result: Any, own: Any) -> Any:
+        if isinstance(own, Leaf) or (isinstance(result, Leaf) and type(own) in (int, float)):
+            found.append(tensors[own.place] if isinstance(own, Leaf) else torch.tensor(own))
+            return Leaf(len(found) - 1)
+        if isinstance(own, dict):
+            others = result if isinstance(result, dict) else {}
+            return {key: aligned(others.get(key), x) for key, x in own.items()}
+        if isinstance(own, tuple):
+            others = result if isinstance(result, tuple) and len(result) == len(own) else (None,) * len(own)
+            return tuple(map(aligned, others, own))
+        return own
+
+    return aligned(result, own), found
 
 
 def _results(

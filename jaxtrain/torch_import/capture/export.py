@@ -37,7 +37,7 @@ from jaxtrain.torch_import.capture.in_float64 import in_float64
 from jaxtrain.torch_import.capture.known_values import fold_known_shapes
 from jaxtrain.torch_import.capture.lifted import Function, with_lifted_constants
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
-from jaxtrain.torch_import.capture.numbers import names_numbers, numbers
+from jaxtrain.torch_import.capture.numbers import Number, names_numbers, numbers
 from jaxtrain.torch_import.capture.placing import Placing
 from jaxtrain.torch_import.capture.reached import reached_by
 from jaxtrain.torch_import.capture.structure import Structure, captured_dtype, converted_to, in_mode
@@ -424,6 +424,8 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return Leaf(len(tensors) - 1)
+    if isinstance(value, Number):
+        return _plain(value.like([]), tensors)
     if isinstance(value, Mapping):
         check_keys(value, "the module returns a dict that")
         return {key if type(key) in (str, int) else str(key): _plain(item, tensors) for key, item in value.items()}
@@ -451,8 +453,9 @@ def _export_refusal(error: Exception, module: torch.nn.Module) -> UserError:
     source = source_line("".join(traceback.format_tb(error.__traceback__))) or source_line(str(error))
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in str(error):
-        return refusal(
-            "control flow or a shape depends on a tensor's value", "use torch.where and fixed shapes", source
-        )
+        remedy = "use torch.where and fixed shapes"
+        if re.search(r":\d+: (while|for) ", source):
+            remedy = "loop a fixed number of times, and keep what is done by torch.where(active, new, old)"
+        return refusal("control flow or a shape depends on a tensor's value", remedy, source)
     problem = f"{type(module).__name__} cannot be traced by torch.export: {first_line(error)}"
     return refusal(problem, "change that line, or import a part of the module without it", source)
