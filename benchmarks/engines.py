@@ -162,7 +162,7 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     elif job.remat != "none":
         raise UserError(f"remat {job.remat!r} has no counterpart in PyTorch: use none or full")
     dtype = torch_side.COPY.get(job.precision)
-    copied = torch_side.LowPrecisionCopy(model, dtype) if dtype else None
+    copied = torch_side.LowPrecisionCopy(case, model, dtype) if dtype else None
     computing, model = (copied.model, copied.masters) if copied else (model, model)
     optimizer = torch.optim.AdamW(model.parameters(), **asdict(case.optimizer), fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")

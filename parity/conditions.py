@@ -130,7 +130,7 @@ def count_conditions(case: Case, seed: int = 0) -> ConditionCounter:
     batch = case.batch(seed, case.rows)
     tensors = {name: tensor(x, "fp64") for name, x in batch.items()}
     with seeded_model(case, seed) as model:
-        in_dtype(model, torch.float64).eval()
+        in_dtype(case, model, torch.float64).eval()
         with few_threads(model), InFloat64(), ConditionCounter() as counter:
             case.torch_loss(model, tensors)
     return counter

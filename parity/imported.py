@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain import optim
 from jaxtrain.errors import UserError
 from jaxtrain.step import Loss, LossFn
+from jaxtrain.torch_import import set_tensors, tensors_of
 from parity import default_loss
 from parity.case import Batch, Case, Outputs
 from parity.example_batches import Example
@@ -98,14 +99,10 @@ def with_fresh_weights(case: Case, new: "TorchModel") -> Case:
       case: The case.
       new: Makes a new module.
     """
-    changing = frozenset(case.buffer_names)
 
     def torch_model() -> "torch.nn.Module":
         module, other = case.torch_model(), new()
-        given = {**dict(other.named_parameters()), **dict(other.named_buffers())}
-        state = {name: x for name, x in module.named_buffers() if name in changing}
-        for name, x in {**dict(module.named_parameters()), **state}.items():
-            x.data.copy_(given[name].data)
+        set_tensors(module, {**dict(other.named_parameters()), **tensors_of(other, case.buffer_names)})
         return module
 
     return replace(case, torch_model=torch_model)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import import set_tensors, tensors_of
 from parity import jax_side
 from parity.bars import LAST_BAR, SINGLE
 from parity.case import Batch, Case, Outputs
@@ -31,7 +32,7 @@ from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
 from parity.randomness import Draws
 from parity.record import Snapshot, Tensors
-from parity.torch_side import few_threads, in_dtype, seeded_model, tensor, with_counterpart
+from parity.torch_side import few_threads, in_dtype, seeded_model, tensor, trained_parameters, with_counterpart
 
 BATCHES = 2
 """Number of batches of each kind."""
@@ -102,48 +103,48 @@ def _batches(outputs: Outputs) -> Iterator[tuple[str, list[Batch]]]:
 def _own_weights(case: Case, trained: Snapshot) -> Tensors:
     """Return the parameters and buffers of a float64 run as the user's module holds them, in its own dtypes."""
     with seeded_model(case, 0) as model:
-        _load(model, {**trained.params, **trained.buffers})
-        return with_counterpart(case, model, {name: _array(x) for name, x in _tensors(model)})
+        _load(case, model, {**trained.params, **trained.buffers})
+        return with_counterpart(case, model, {name: _array(x) for name, x in _tensors(case, model).items()})
 
 
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def _tensors(case: Case, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers()), **tensors_of(model, case.buffer_names)}
 
 
-def _load(model: torch.nn.Module, tensors: Tensors) -> None:
-    with torch.no_grad():
-        for name, x in _tensors(model):
-            if name in tensors:
-                x.copy_(torch.from_numpy(np.asarray(tensors[name])))
+def _load(case: Case, model: torch.nn.Module, tensors: Tensors) -> None:
+    own = _tensors(case, model)
+    set_tensors(model, {name: torch.from_numpy(np.asarray(x)) for name, x in tensors.items() if name in own})
 
 
 def _in_torch(
     case: Case, weights: Tensors, batches: Sequence[Batch], precision: str, nudge: int | None = None
 ) -> Evaluated | None:
-    """Evaluate batches in PyTorch, one after another; None if it refuses one."""
+    """Evaluate batches in PyTorch; None if it refuses one."""
     assert case.outputs is not None
     rng = None if nudge is None else np.random.default_rng(nudge)
     with seeded_model(case, 0) as model:
-        _load(model, {name: _nudged(x, rng) for name, x in weights.items()})
-        in_dtype(model, torch.float64 if precision == "fp64" else torch.float32).eval()
+        start = {name: _nudged(x, rng) for name, x in weights.items()}
+        _load(case, model, start)
+        in_dtype(case, model, torch.float64 if precision == "fp64" else torch.float32).eval()
         found, gradients, draws = list[Tensors](), list[Tensors](), Draws()
         for batch in batches:
+            # Each from the same state, which a module may change in evaluation as well.
+            _load(case, model, {name: start[name] for name in case.buffer_names})
             given = {name: tensor(_nudged(x, rng), precision) for name, x in batch.items()}
             exact = precision == "fp64"
             try:
                 with few_threads(model), InFloat64() if exact else nullcontext(), torch.set_grad_enabled(exact), draws:
                     outputs = named_outputs(case.outputs.in_torch(model, given))
                     found.append({name: _array(x) for name, x in outputs.items()})
-                    gradients.append(_gradients(model, outputs) if exact else {})
+                    gradients.append(_gradients(case, model, outputs) if exact else {})
             except REFUSALS as error:
                 logger.info("%s: refused by PyTorch: %s: %s", case.name, type(error).__name__, error)
                 return None
         return Evaluated(found, gradients, draws.drawn)
 
 
-def _gradients(model: torch.nn.Module, outputs: Tensors) -> Tensors:
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+def _gradients(case: Case, model: torch.nn.Module, outputs: Tensors) -> Tensors:
+    trained = {name: p for name, p in trained_parameters(case, model) if p.requires_grad}
     total = torch.zeros(())
     for name, x in outputs.items():
         if isinstance(x, torch.Tensor) and x.requires_grad:

@@ -37,7 +37,7 @@ def padding_rows(model: torch.nn.Module) -> dict[str, int]:
 def untested_padding(case: Case, seed: int = 0) -> Iterator[str]:
     """Yield a line for each padding row of which the first batches do not show whether it is trained."""
     with seeded_model(case, seed) as model:
-        in_dtype(model, torch.float64).eval()
+        in_dtype(case, model, torch.float64).eval()
         names = {id(p): name for name, p in model.named_parameters()}
         found = dict.fromkeys(padding_rows(model), NEVER)
         for batch in case.batches(seed, BATCHES):

@@ -25,7 +25,7 @@ Conditions = Iterator[tuple[str, Tensor]]
 def watch_torch(case: Case, batch: Batch, seed: int, selections: Selections) -> None:
     """Record the selections in building the model and in the loss of a batch, in evaluation mode and in float64."""
     with _Watch(selections), seeded_model(case, seed) as model:
-        in_dtype(model, torch.float64).eval()
+        in_dtype(case, model, torch.float64).eval()
         with few_threads(model), InFloat64():
             case.torch_loss(model, {name: tensor(x, "fp64") for name, x in batch.items()})
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import import convert_tensors, lent
+from jaxtrain.torch_import import convert_tensors, lent, set_tensors, tensors_of
 from parity import torch_delayed, torch_fp8
 from parity.case import Case
 from parity.checkpoints import without_recomputation
@@ -46,7 +46,8 @@ def initial_weights(case: Case, seed: int) -> Tensors:
     Buffers that the case's tables leave out, such as a causal mask, have no counterpart in JAX.
     """
     with seeded_model(case, seed) as model:
-        tensors = {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
+        found = {**model.state_dict(), **tensors_of(model, case.buffer_names)}
+        tensors = {name: tensor.detach().numpy().copy() for name, tensor in found.items()}
         return with_counterpart(case, model, tensors)
 
 
@@ -122,8 +123,8 @@ def _run(
     variant: Variant,
     watch: Callable[[Step], None] | None,
 ) -> Record:
-    model = torch_fp8.converted(case, in_dtype(model, WHOLE.get(precision, torch.float32)), precision)
-    copied = LowPrecisionCopy(model, COPY[precision]) if precision in COPY else None
+    model = torch_fp8.converted(case, in_dtype(case, model, WHOLE.get(precision, torch.float32)), precision)
+    copied = LowPrecisionCopy(case, model, COPY[precision]) if precision in COPY else None
     computing, model = (copied.model, copied.masters) if copied else (model, model)
     optimizer = case.torch_optimizer(model)
     if variant.one_ulp is not None:
@@ -160,7 +161,7 @@ def _run(
             weights.add(int(weight))
         _check_alike(weights, case)
         scaler.unscale_(optimizer)
-        grads = _gradients(model) if watch else {}
+        grads = _gradients(case, model) if watch else {}
         norms.append(_clip(model, case.clip_norm))
         applied = updates.count
         if step not in variant.skip:
@@ -173,7 +174,7 @@ def _run(
         if watch and before:
             micro_batches = [{name: x.detach().numpy() for name, x in batch.items()} for batch, _ in window]
             after = snapshot(case, model, optimizer)
-            watch(Step(micro_batches, before, losses[-1], grads, _gradients(model), after))
+            watch(Step(micro_batches, before, losses[-1], grads, _gradients(case, model), after))
 
     last = snapshot(case, model, optimizer)
     first = updates.first or last
@@ -227,10 +228,12 @@ class LowPrecisionCopy:
       masters: Modules without code, which have the float32 parameters and buffers by the same names.
     """
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, case: Case, model: torch.nn.Module, dtype: torch.dtype) -> None:
         self.masters = _tensors_of(model, {})
-        self.model = in_dtype(model, dtype)
-        self._params = [*zip(self.masters.parameters(), self.model.parameters(), strict=True)]
+        self.model = in_dtype(case, model, dtype)
+        self._changing = case.buffer_names
+        pairs = zip(self.masters.named_parameters(), self.model.parameters(), strict=True)
+        self._params = [(master, rounded) for (name, master), rounded in pairs if name not in self._changing]
         self._buffers = [*zip(self.masters.buffers(), self.model.buffers(), strict=True)]
 
     def round_params(self) -> None:
@@ -240,7 +243,7 @@ class LowPrecisionCopy:
                 rounded.copy_(master)
 
     def move_gradients(self) -> None:
-        """Add the copy's gradients to the model's in float32, and copy its buffers to the model."""
+        """Add the copy's gradients to the model's in float32, and copy its buffers and attributes to the model."""
         with torch.no_grad():
             for master, rounded in self._params:
                 if rounded.grad is not None:
@@ -248,6 +251,7 @@ class LowPrecisionCopy:
                     rounded.grad = None
             for buffer, converted in self._buffers:
                 buffer.copy_(converted)
+        set_tensors(self.masters, tensors_of(self.model, self._changing))
 
 
 def _tensors_of(module: torch.nn.Module, copies: dict[int, Any]) -> torch.nn.Module:
@@ -264,6 +268,7 @@ def _tensors_of(module: torch.nn.Module, copies: dict[int, Any]) -> torch.nn.Mod
             bare.register_buffer(name, None if x is None else copies[id(x)])
         for name, part in module._modules.items():
             bare._modules[name] = None if part is None else _tensors_of(part, copies)
+        vars(bare).update({name: x for name, x in vars(module).items() if name not in vars(bare)})
     found: torch.nn.Module = copies[id(module)]
     return found
 
@@ -282,12 +287,12 @@ class Updates:
 
     def __init__(self, case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.count = 0
-        self.grads = {name: np.full(p.shape, np.nan) for name, p in model.named_parameters()}
+        self.grads = {name: np.full(p.shape, np.nan) for name, p in trained_parameters(case, model)}
         self.first: Snapshot | None = None
 
         def fed(*_: Any) -> None:
             if self.first is None:
-                self.grads = _gradients(model)
+                self.grads = _gradients(case, model)
 
         def made(*_: Any) -> None:
             self.count += 1
@@ -357,12 +362,12 @@ def _seeded_model(case: Case, seed: int) -> torch.nn.Module:
     return model
 
 
-def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Convert a model in place, as `model.to(dtype)`, and what shares memory with its parameters and buffers.
+def in_dtype(case: Case, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Convert a model in place, as `model.to(dtype)`, with its state and what shares memory with its tensors.
 
     Imaginary parts are kept, and float64 where others become float32: the module has it on purpose.
     """
-    convert_tensors(model, lambda own: _dtype(own, dtype))
+    convert_tensors(model, lambda own: _dtype(own, dtype), case.buffer_names)
     return model
 
 
@@ -446,7 +451,7 @@ def _check_alike(weights: set[int], case: Case) -> None:
 
 def snapshot(case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
     """Return copies of the parameters, the moments and the buffers in the case's tables."""
-    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    params, buffers = dict(trained_parameters(case, model)), tensors_of(model, case.buffer_names)
     return Snapshot(
         params={name: _array(p, p) for name, p in params.items()},
         moments={
@@ -457,8 +462,14 @@ def snapshot(case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimize
     )
 
 
-def _gradients(model: torch.nn.Module) -> Tensors:
-    return {name: _array(p, p.grad) for name, p in model.named_parameters()}
+def trained_parameters(case: Case, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of a model by name, without those that its forward pass updates."""
+    changing = {*case.buffer_names}
+    return ((name, p) for name, p in model.named_parameters() if name not in changing)
+
+
+def _gradients(case: Case, model: torch.nn.Module) -> Tensors:
+    return {name: _array(p, p.grad) for name, p in trained_parameters(case, model)}
 
 
 def _array(p: torch.Tensor, tensor: torch.Tensor | None) -> np.ndarray:

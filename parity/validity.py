@@ -24,7 +24,7 @@ def check_case(case: Case) -> None:
     check_batch(batch, case.rows)
     tensors = {name: tensor(x, "fp64") for name, x in batch.items()}
     with seeded_model(case, 0) as model:
-        in_dtype(model, torch.float64)
+        in_dtype(case, model, torch.float64)
         with torch.random.fork_rng(devices=[]), few_threads(model), InFloat64():
             total, weight = checked_loss(case.torch_loss(model, tensors))
     if not weight > 0:

@@ -19,7 +19,7 @@ ops       the table of operations, a file a family
 refusals  errors with the line of PyTorch code
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,11 +44,25 @@ def lent(*modules: Any) -> AbstractContextManager[None]:
     return own_module.lent(*modules)
 
 
-def convert_tensors(module: Any, to: Callable[[Any], Any]) -> None:
+def tensors_of(module: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Return `capture.own_module.tensors_of` of a module, whose import needs PyTorch."""
+    from jaxtrain.torch_import.capture import own_module
+
+    return own_module.tensors_of(module, names)
+
+
+def set_tensors(module: Any, tensors: Mapping[str, Any]) -> None:
+    """Call `capture.own_module.set_tensors`, whose import needs PyTorch."""
+    from jaxtrain.torch_import.capture import own_module
+
+    own_module.set_tensors(module, tensors)
+
+
+def convert_tensors(module: Any, to: Callable[[Any], Any], state: Iterable[str] = ()) -> None:
     """Call `capture.own_module.convert_tensors`, whose import needs PyTorch."""
     from jaxtrain.torch_import.capture import own_module
 
-    own_module.convert_tensors(module, to)
+    own_module.convert_tensors(module, to, state)
 
 
 __all__ = ["ImportedModel", "SavedModel", "from_torch", "load_imported"]

@@ -206,6 +206,7 @@ class Captured(NamedTuple):
       unused: Parameters that have no gradient in PyTorch although the graph depends on them, as a bias whose energy is
         differentiated.
       assumptions: Values that it reads as Python numbers and conditions of the example.
+      left_out: Attributes of the module that each call changes and that nothing depends on.
     """
 
     graph: Graph
@@ -213,6 +214,7 @@ class Captured(NamedTuple):
     origins: Mapping[str, tuple[ModuleCall, ...]] = MappingProxyType({})
     unused: frozenset[str] = frozenset()
     assumptions: tuple["Assumption", ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def references(value: Any) -> Iterator[str]:
@@ -252,6 +254,24 @@ def without_unused(graph: Graph, kept: Collection[str]) -> Graph:
             nodes.append(node)
             used.update(references((node.args, node.kwargs)))
     return replace(graph, nodes=tuple(reversed(nodes)))
+
+
+def read_state(graph: Graph, optional: Collection[str]) -> frozenset[str]:
+    """Return the state of a graph that its outputs or the state of later calls depend on.
+
+    Args:
+      graph: The graph.
+      optional: The state that is left out if nothing else depends on it.
+    """
+    kept = {name: ref for name, ref in graph.state.items() if name not in optional}
+    while True:
+        read = without_unused(replace(graph, state=kept), ()).nodes
+        used = {*references((graph.outputs, kept, [(node.args, node.kwargs) for node in read]))}
+        targets = {x.target for x in graph.inputs if x.kind == "state" and x.name in used}
+        new = {name: ref for name, ref in graph.state.items() if name in kept or name in targets}
+        if new == kept:
+            return frozenset(kept)
+        kept = new
 
 
 def has_gradient_inside(graph: Graph) -> bool:

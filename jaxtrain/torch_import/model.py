@@ -63,7 +63,9 @@ class ImportedModel(GraphModel):
     Attributes:
       params: Parameters by PyTorch's names, in PyTorch's layouts; tied weights once, under their first name. Those of
         repeated layers are stacked along a first axis, as "transformer.h.*.ln_1.weight".
-      state: Buffers that training changes, by name, such as BatchNorm's statistics; None if there are none.
+      state: What each call changes, by name: buffers such as BatchNorm's statistics, attributes such as hidden states
+        and counters, and parameters of a momentum encoder; None if there is nothing.
+      left_out: Attributes that each call changes and that nothing depends on, such as a count of calls.
       example: The example batch, as arrays.
       call: From (PyTorch's module, batch of tensors) to the module's result.
       original: The user's own module, example and call.
@@ -107,6 +109,7 @@ class ImportedModel(GraphModel):
         self._tied = {name: first for name, first in structure.aliases.items() if name != first}
         self._persistent = tuple(persistent_buffers(structure))
         self._stacks: Stacks = {}
+        self._moved = frozenset[str]()
         self._buffers = {name: as_constant(x) for name, x in tensors.items() if name not in structure.aliases}
         params = {name: tensors[name] for name in structure.aliases.values()}
         integers = {name: as_array(x) for name, x in params.items() if dtype_name(x.dtype) == "int64"}
@@ -114,8 +117,14 @@ class ImportedModel(GraphModel):
         shapes: Any = {name: shape_of(x) for name, x in params.items()}
         key = self._key(shapes, self.example, train=True)
         self._dtype, self._compared = key.dtype, set[bool]()
-        plain = self._exported(key)
+        plain, carried = self._exported_with_carried(key)
+        tensors = {**tensors, **carried}
+        self._buffers |= {name: as_constant(x) for name, x in carried.items()}
         self._refuse_float64(key, given)
+        self._moved = frozenset(params.keys() & plain.graph.state.keys())
+        self._buffers |= {name: as_constant(tensors[name]) for name in self._moved}
+        params = {name: x for name, x in params.items() if name not in self._moved}
+        self._tied = {name: first for name, first in self._tied.items() if first not in self._moved}
         self._frozen_tensors |= without_gradient(plain.graph) | plain.unused
         self._changed = frozenset(plain.graph.state)
         if not unroll:
@@ -126,6 +135,7 @@ class ImportedModel(GraphModel):
         state = as_arrays({name: tensors[name] for name in plain.graph.state}, members)
         self._buffers |= state
         self.state: Params | None = state or None
+        self.left_out = plain.left_out
         refuse_float64_params({name: dtype_name(x.dtype) for name, x in params.items()})
 
     @property
@@ -318,6 +328,7 @@ class ImportedModel(GraphModel):
     def _exported(self, key: Key, batch: Any = None) -> "Captured":
         """Return the graph of a forward pass with the parameters of PyTorch, as JAX evaluates it."""
         captured = self._traced(key, batch)
+        captured = captured._replace(graph=self._with_moved_parameters(captured.graph))
         constants = {**self._buffers, **captured.constants}
         graph = captured.graph
         if not has_gradient_inside(graph):
@@ -325,6 +336,26 @@ class ImportedModel(GraphModel):
         graph = with_float64(with_int64(graph, constants, self._ops), self._ops)
         refuse_float64(graph)
         return captured._replace(graph=graph)
+
+    def _with_moved_parameters(self, graph: Graph) -> Graph:
+        """Return a graph that reads the parameters which training passes change from the state."""
+        moved = {x.name for x in graph.inputs if x.kind == "param" and x.target in self._moved}
+        return replace(graph, inputs=tuple(replace(x, kind="constant") if x.name in moved else x for x in graph.inputs))
+
+    def _exported_with_carried(self, key: Key) -> "tuple[Captured, dict[str, torch.Tensor]]":
+        """Return the graph of the first capture, and the values of the attributes that it carries from call to call."""
+        from jaxtrain.torch_import.capture import CarriedError, started
+
+        while True:
+            try:
+                captured = self._exported(key)
+            except CarriedError as found:
+                known = {x.path for x in self._structure.carried}
+                if not known.isdisjoint(x.path for x in found.attributes):
+                    raise
+                self._structure = self._structure._replace(carried=(*self._structure.carried, *found.attributes))
+            else:
+                return captured, started(self._structure.module, self._structure.carried)
 
     def _beside(self, key: Key, batch: Any) -> "Beside | None":
         """Return the module and the example, for the first capture of each mode."""
@@ -457,7 +488,7 @@ def from_torch(
     The module is captured by `torch.export`, in training and in evaluation mode, and evaluated by JAX's operations with
     PyTorch's gradients. A capture that computes something else than the module itself, on other parameters and inputs,
     is refused. The weights are copied; the module itself is kept for `ImportedModel.case`. Of a module on the "meta"
-    device `params` has shapes and dtypes only.
+    device `params` has shapes and dtypes only. Of a lazy module a copy is imported, whose parameters a call has made.
 
     Args:
       module: The module, which is not modified, or a folder of a model of `transformers`, which loads it in float32 and
@@ -488,7 +519,7 @@ def from_torch(
       >>> outputs.shape
       (4, 2)
     """
-    from jaxtrain.torch_import.capture import pretrained, structure_of
+    from jaxtrain.torch_import.capture import is_lazy, materialized, pretrained, structure_of
 
     if isinstance(module, Path | str):
         # A folder is read again, so that its weights are not kept twice.
@@ -496,6 +527,9 @@ def from_torch(
     else:
         own = partial(_itself, module)
     _check_module(module)
+    if is_lazy(module):
+        module = materialized(module, example_batch, call or _call)
+        own = partial(_itself, module)
     original = Original(own, example_batch, call or _call)
     if call is None:
         _check_arguments(module, example_batch)

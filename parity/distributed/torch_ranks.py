@@ -52,7 +52,7 @@ def _rank(trainings: Sequence[Training]) -> list[Record] | None:
 def _train(training: Training) -> Record:
     case = training.case()
     with seeded_model(case, training.seed) as model:
-        return _train_model(case, in_dtype(model, WHOLE.get(training.precision, torch.float32)), training)
+        return _train_model(case, in_dtype(case, model, WHOLE.get(training.precision, torch.float32)), training)
 
 
 def _train_model(case: Case, model: Module, training: Training) -> Record:

@@ -43,7 +43,7 @@ class Probe:
 def probe_of(case: Case) -> Iterator[Probe]:
     """Yield the losses of both models on the case's first batch, in evaluation mode, without dropout."""
     with seeded_model(case, 0) as model:
-        yield _probe_of(case, in_dtype(model, torch.float64).eval())
+        yield _probe_of(case, in_dtype(case, model, torch.float64).eval())
 
 
 def _probe_of(case: Case, model: torch.nn.Module) -> Probe:

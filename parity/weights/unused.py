@@ -7,25 +7,25 @@ import torch
 
 from parity.case import Case
 from parity.oracle.in_torch import InFloat64
-from parity.torch_side import in_dtype, seeded_model, tensor
+from parity.torch_side import in_dtype, seeded_model, tensor, trained_parameters
 
 
 def unused_parameters(case: Case) -> set[str]:
     """Return the names of the trained parameters that have no gradient in the case's first batch."""
     batch = {name: tensor(x, "fp64") for name, x in case.batch(0, case.rows).items()}
     with seeded_model(case, 0) as model:
-        in_dtype(model, torch.float64)
+        in_dtype(case, model, torch.float64)
         with torch.random.fork_rng(devices=[]), InFloat64():
             total, _ = case.torch_loss(model, batch)
             total.backward()
-        return {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
+        return {name for name, p in trained_parameters(case, model) if p.requires_grad and p.grad is None}
 
 
 def constant_buffers(case: Case) -> set[str]:
     """Return the names of the buffers that the case's first batch does not change, such as a mask."""
     batch = {name: tensor(x, "fp64") for name, x in case.batch(0, case.rows).items()}
     with seeded_model(case, 0) as model:
-        in_dtype(model, torch.float64)
+        in_dtype(case, model, torch.float64)
         before = {name: x.clone() for name, x in model.named_buffers()}
         with torch.random.fork_rng(devices=[]), InFloat64():
             case.torch_loss(model, batch)

@@ -5,7 +5,7 @@ every element, and the buffers after two calls.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ def judged(
             except UserError as error:
                 return f"refused: {error}"
         try:
-            theirs = own(module, example)
+            theirs = own(module, example, [name[7:] for name in ours if name.startswith("buffer ")])
         except RuntimeError as error:
             return f"invalid: {error}"
         return compared(ours, theirs, BARS[dtype] if bar is None else bar)
@@ -92,8 +92,8 @@ def imported(module: torch.nn.Module, example: Any) -> dict[str, np.ndarray]:
     return found | {f"buffer {name}": x for name, x in buffers.items()}
 
 
-def own(module: torch.nn.Module, example: Any) -> dict[str, np.ndarray]:
-    """Return the same of PyTorch's module."""
+def own(module: torch.nn.Module, example: Any, state: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return the same of PyTorch's module, with its state by these names."""
     found: dict[str, np.ndarray] = {}
     for call, batch in enumerate(others(example)):
         module.zero_grad()
@@ -105,7 +105,19 @@ def own(module: torch.nn.Module, example: Any) -> dict[str, np.ndarray]:
         for name, p in module.named_parameters():
             if p.requires_grad and p.grad is not None and (module.training or p.grad.any()):
                 found[f"gradient of {name}, call {call}"] = p.grad.numpy().copy()
-    return found | {f"buffer {name}": x.detach().numpy() for name, x in module.named_buffers()}
+    buffers = dict.fromkeys((*state, *(name for name, _ in module.named_buffers())))
+    return found | {f"buffer {name}": at_path(module, name) for name in buffers}
+
+
+def at_path(module: torch.nn.Module, path: str) -> np.ndarray:
+    """Return a parameter, a buffer, or what an attribute has, by its path."""
+    value: Any = module
+    for key in path.split("."):
+        if isinstance(value, dict):
+            value = value[key]
+        else:
+            value = value[int(key)] if isinstance(value, tuple | list) and key.isdigit() else getattr(value, key)
+    return np.asarray(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
 def others(batch: Any) -> list[Any]:

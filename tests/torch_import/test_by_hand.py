@@ -10,14 +10,16 @@ from tests.torch_import.by_hand import Factory
 from tests.torch_import.by_hand.generative import GENERATIVE
 from tests.torch_import.by_hand.language import LANGUAGE
 from tests.torch_import.by_hand.learning import LEARNING
+from tests.torch_import.by_hand.memory import MEMORY
 from tests.torch_import.by_hand.science import SCIENCE
 from tests.torch_import.by_hand.sequences import SEQUENCES
+from tests.torch_import.by_hand.state import STATE
 from tests.torch_import.by_hand.tabular import TABULAR
 from tests.torch_import.by_hand.tricks import TRICKS
 from tests.torch_import.by_hand.vision import VISION
 from tests.torch_import.judge import judged
 
-SUBJECTS = (LANGUAGE, VISION, GENERATIVE, TABULAR, SEQUENCES, SCIENCE, LEARNING, TRICKS)
+SUBJECTS = (LANGUAGE, VISION, GENERATIVE, TABULAR, SEQUENCES, SCIENCE, LEARNING, STATE, MEMORY, TRICKS)
 STYLES: dict[str, Factory] = {name: factory for subject in SUBJECTS for name, factory in subject.items()}
 # Both compute sines, cosines and exponentials of float32 inside float64 modules, each library by its own formula.
 FLOAT32_INSIDE = {"diffusion_loss", "soft_argmax"}

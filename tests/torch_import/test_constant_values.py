@@ -126,7 +126,7 @@ UNKNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "places": lambda x, mask: x[mask.nonzero()[:, 0]].cumsum(0),
-    "number": lambda x, mask: x * int(mask.sum()),
+    "number": lambda x, mask: x[: int(mask.sum())].cumsum(0),
     "branch": lambda x, mask: x if mask.any() else -x,
     "one-hot": lambda x, mask: F.one_hot(mask.sum(1)).to(x) * x.sum(),
     "unique": lambda x, mask: mask.sum(1).unique() * x.mean(),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributions import Beta, Binomial, Dirichlet, Gamma, StudentT
 from torch.nn import functional as F
 
 import jaxtrain as jt
@@ -16,6 +17,7 @@ from jaxtrain.torch_import import from_torch, load_imported
 from tests.torch_import.reference import Function, batch_of
 
 Tensor = torch.Tensor
+GENERATOR = torch.Generator()
 X = np.abs(batch_of(6, 3)).astype(np.float32)
 ALWAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "dropout": lambda self, x: F.dropout(x, 0.5, training=True),
@@ -30,6 +32,14 @@ ALWAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "normal": lambda self, x: torch.normal(x, 1.0),
     "multinomial": lambda self, x: x + torch.multinomial(x, 1),
     "gumbel_softmax": lambda self, x: F.gumbel_softmax(x, dim=-1),
+    "own generator": lambda self, x: x + torch.rand(3, generator=self.generator),
+    "another's generator": lambda self, x: x + torch.empty_like(x).normal_(generator=GENERATOR),
+    "beta": lambda self, x: x * Beta(0.4, torch.tensor(0.4)).sample(),
+    "dirichlet": lambda self, x: x + Dirichlet(torch.ones(3)).sample((2,)).sum(0),
+    "gamma": lambda self, x: x * Gamma(x + 1, 2.0).rsample(),
+    "student": lambda self, x: x + StudentT(torch.tensor(3.0)).sample((3,)),
+    "poisson": lambda self, x: x + torch.poisson(100 * x),
+    "binomial": lambda self, x: x + Binomial(1000, torch.tensor(0.5)).sample((3,)),
     "rnn": lambda self, x: self.rnn.train()(x[None])[0][0] * 100,
 }
 NEVER: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -46,6 +56,7 @@ NEVER: dict[str, Callable[[Any, Tensor], Tensor]] = {
 def imported(fn: Callable[[Any, Tensor], Tensor]) -> tuple[nn.Module, jt.ImportedModel]:
     torch.manual_seed(0)
     module = Function(lambda self, x: fn(self, x) * self.w, rnn=nn.LSTM(3, 3, 2, dropout=0.5, batch_first=True)).float()
+    module.generator = torch.Generator()
     return module, from_torch(module, X)
 
 
@@ -110,3 +121,56 @@ def test_a_source_that_would_not_draw_is_refused() -> None:
     _, model = imported(ALWAYS["rand"])
     with pytest.raises(UserError, match="draws random numbers in evaluation, which its source would not"):
         model.source()
+
+
+DISTRIBUTIONS: dict[str, Callable[[], torch.distributions.Distribution]] = {
+    "beta": lambda: Beta(torch.tensor(0.4), torch.tensor(2.0)),
+    "dirichlet": lambda: Dirichlet(torch.tensor([0.1, 1.0, 3.0])),
+    "gamma": lambda: Gamma(torch.tensor([0.3, 4.0]), torch.tensor(2.0)),
+    "binomial": lambda: Binomial(20, torch.tensor(0.3)),
+    "poisson": lambda: torch.distributions.Poisson(torch.tensor([0.5, 9.0])),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_samples_have_the_moments_of_their_distribution(name: str) -> None:
+    made = DISTRIBUTIONS[name]()
+    module = Function(lambda self, x: DISTRIBUTIONS[name]().sample((4000,)) + 0 * x.mean() * self.w[0]).float()
+    samples = np.asarray(from_torch(module, X)({"w": np.ones(3, np.float32)}, X, jax.random.key(1), train=False)[0])
+    error = 5 * np.sqrt(made.variance.numpy() / 4000)
+    assert (np.abs(samples.mean(0) - made.mean.numpy()) < error).all()
+    np.testing.assert_allclose(samples.var(0), made.variance.numpy(), rtol=0.15)
+
+
+def test_the_gradient_of_gamma_samples_is_that_of_pytorch() -> None:
+    shape = torch.tensor([0.3, 1.0, 4.0])
+    module = Function(lambda self, x: Gamma(self.w.abs() + 0.2, 1.0).rsample((2000,)).mean(0)).float()
+    model = from_torch(module, X)
+
+    def mean(w: Any) -> Any:
+        return model({"w": w}, X, jax.random.key(0), train=False)[0].sum()
+
+    # The derivative of the mean of a gamma distribution with respect to its shape is 1.
+    np.testing.assert_allclose(jax.grad(mean)(shape.numpy()), np.ones(3), atol=0.15)
+
+
+def made_in_forward(self: Any, x: Tensor) -> Tensor:
+    return x + torch.rand(3, generator=torch.Generator().manual_seed(0))
+
+
+def seeded_in_forward(self: Any, x: Tensor) -> Tensor:
+    self.generator.manual_seed(0)
+    return x + torch.rand(3, generator=self.generator)
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (made_in_forward, "draws the same numbers in each call"),
+        (seeded_in_forward, "draws from a generator of its own"),
+        (lambda self, x: Beta(self.w.abs(), 2.0).rsample() + x, "rsample of Beta or Dirichlet with a gradient"),
+    ],
+)
+def test_draws_that_would_be_others_are_refused_by_line(fn: Any, message: str) -> None:
+    with pytest.raises(UserError, match=rf"{message}.*\(test_evaluation_draws\.py:\d+: "):
+        imported(fn)

@@ -16,6 +16,8 @@ bincount   histograms with a fixed number of bins
 selections numbers of rows that depend on values
 in_float64 code that asks for float32, in float64
 attributes what forward assigns besides buffers
+carried    attributes that are carried from call to call
+numbers    Python numbers that depend on tensors
 export     the capture
 agreement  the captured program beside the module itself
 eager      programs that PyTorch evaluates
@@ -32,6 +34,7 @@ origins    where operations come from
 """
 
 from jaxtrain.torch_import.capture.agreement import Beside, example_tensors
+from jaxtrain.torch_import.capture.carried import CarriedError, started
 from jaxtrain.torch_import.capture.causal_lm import (
     adaptable_weights,
     empty_causal_lm,
@@ -51,6 +54,8 @@ from jaxtrain.torch_import.capture.structure import (
     as_constant,
     dtype_name,
     filled,
+    is_lazy,
+    materialized,
     persistent_buffers,
     shape_of,
     structure_of,
@@ -58,6 +63,7 @@ from jaxtrain.torch_import.capture.structure import (
 
 __all__ = [
     "Beside",
+    "CarriedError",
     "Example",
     "Structure",
     "adaptable_weights",
@@ -69,13 +75,16 @@ __all__ = [
     "empty_causal_lm",
     "example_tensors",
     "filled",
+    "is_lazy",
     "logits_of",
+    "materialized",
     "model_tensors",
     "packed_call",
     "persistent_buffers",
     "plain_call",
     "pretrained",
     "shape_of",
+    "started",
     "structure_of",
     "token_embeddings",
     "write_causal_lm",

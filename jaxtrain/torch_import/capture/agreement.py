@@ -9,7 +9,7 @@ import is refused.
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,12 +17,15 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from jaxtrain.torch_import.capture.carried import CARRYING, Attribute, started
+from jaxtrain.torch_import.capture.convert import Leaf
 from jaxtrain.torch_import.capture.custom_gradients import Call
 from jaxtrain.torch_import.capture.eager import evaluated
 from jaxtrain.torch_import.capture.questions import Question
 from jaxtrain.torch_import.capture.reached import (
     GLOBAL,
     Generator,
+    GlobalGenerator,
     generators_in,
     is_library,
     reached_by,
@@ -71,6 +74,8 @@ class Program(NamedTuple):
       calls: The calls of `torch.autograd.Function` in it.
       draws: Whether the capture drew from the global random numbers of Python and NumPy.
       asked: The questions that were answered as for the example. Their values are its last results.
+      carried: The attributes that the module carries from call to call.
+      changed: Names of what a call changes, parameters among them.
     """
 
     exported: torch.export.ExportedProgram
@@ -78,6 +83,8 @@ class Program(NamedTuple):
     calls: Sequence[Call]
     draws: bool
     asked: Sequence[Question]
+    carried: Sequence[Attribute]
+    changed: Collection[str]
 
     def without_asked(self, outputs: Sequence[Any]) -> Sequence[Any]:
         """Return the results of the module.
@@ -133,8 +140,11 @@ class Comparison(NamedTuple):
     constants: Sequence[Mapping[str | None, Any]]
 
     @contextlib.contextmanager
-    def on(self, weights: bool, inputs: bool) -> Iterator[Sequence[torch.Tensor]]:
-        """Give the module other weights and seeds, and return the batch or another one, while entered."""
+    def on(self, weights: bool, inputs: bool, first: bool = False) -> Iterator[Sequence[torch.Tensor]]:
+        """Give the module other weights and seeds, and return the batch or another one, while entered.
+
+        The module has been called once before, or it is as it was given.
+        """
         with restored(self.reached):
             if not self.train:
                 self.module.eval()
@@ -147,7 +157,11 @@ class Comparison(NamedTuple):
                 _change_weights(self.module, random)
             # The second call is compared: a first one may start a state that no buffer has.
             with contextlib.suppress(Exception):
-                self._called(self.leaves, _SEED + 1)
+                if not first:
+                    self._called(self.leaves, _SEED + 1)
+            # Again: it may have seeded them.
+            for generator in generators_in(self.reached):
+                generator.skip()
             yield _other_inputs(self.leaves, random) if inputs else self.leaves
 
     @property
@@ -158,13 +172,21 @@ class Comparison(NamedTuple):
     def theirs(self, leaves: Sequence[torch.Tensor]) -> Results:
         """Return what the module computes."""
         params = _params(self.module)
-        structure, outputs = self._called(leaves, _SEED)
-        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        structure, outputs = _with_numbers(self.programs[0].result, *self._called(leaves, _SEED))
+        buffers = self._buffers()
         return _results(structure, outputs, buffers, self._trained(params))
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Return what the module carries from call to call: buffers, parameters that it changes, and attributes."""
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        changed = {name for program in self.programs for name in program.changed}
+        params = {name: x for name, x in _params(self.module).items() if name in changed}
+        return {**buffers, **params, **started(self.module, self.programs[0].carried)}
 
     def _called(self, leaves: Sequence[torch.Tensor], seed: int) -> tuple[Any, list[torch.Tensor]]:
         torch.manual_seed(seed)
-        return self.run(self.module, [x.clone() for x in leaves])
+        with GlobalGenerator():
+            return self.run(self.module, [x.clone() for x in leaves])
 
     def ours(
         self, leaves: Sequence[torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
@@ -188,15 +210,18 @@ class Comparison(NamedTuple):
         exported, own = program.exported, _params(self.module)
         by_id = {id(x): change(x.detach()).requires_grad_(x.requires_grad) for x in own.values()}
         params = {name: by_id[id(x)] for name, x in own.items()}
-        own = dict(self.module.named_buffers(remove_duplicate=False))
+        own = self._buffers()
         by_id = {id(x): change(x.detach()).clone() for x in own.values()}
         inputs, given = (change(x).clone() for x in leaves), []
+        names = [leaf.name for attribute in program.carried for leaf in attribute.leaves]
+        leaves_of = {f"{CARRYING}.{i}": name for i, name in enumerate(names)}
         nodes = exported.graph_module.graph.find_nodes(op="placeholder")
         for spec, node in zip(exported.graph_signature.input_specs, nodes, strict=True):
             name, kind = (spec.target or "").removeprefix("module."), spec.kind.name
-            if kind == "PARAMETER":
+            name = leaves_of.get(name, name)
+            if kind == "PARAMETER" and name not in own:
                 value = params[name].to(node.meta["val"].dtype)
-            elif kind == "BUFFER":
+            elif kind in ("PARAMETER", "BUFFER"):
                 value = by_id[id(own[name])] = by_id[id(own[name])].to(node.meta["val"].dtype)
             elif kind == "USER_INPUT":
                 value = next(inputs)
@@ -243,7 +268,7 @@ def refuse_disagreement(programs: Sequence[Program], beside: Beside, run: Run, *
     threads = 1 if products <= _LARGEST_ON_ONE_THREAD else torch.get_num_threads()
     with quiet(), torch.compiler.set_stance("force_eager"), torch.enable_grad(), _threads(threads), _saved(sides):
         for values in _VALUES:
-            if _is_compared(sides, values):
+            if _is_compared(sides, values) and (not programs[0].carried or _is_compared(sides, values, first=True)):
                 return
 
 
@@ -275,11 +300,11 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _is_compared(sides: Comparison, values: tuple[bool, bool]) -> bool:
+def _is_compared(sides: Comparison, values: tuple[bool, bool], first: bool = False) -> bool:
     """Compare the two sides; return False if the module rejects values that are not the example's."""
     # A rate of 0 draws from the global ones without effect.
     generators = sides.generators if any(x.draws for x in sides.programs) else sides.generators[: -len(GLOBAL)]
-    with sides.on(*values) as leaves:
+    with sides.on(*values, first) as leaves:
         ours = _result_or_error(lambda: sides.ours(leaves))
         before = [x.state for x in generators]
         theirs = _result_or_error(lambda: sides.theirs(leaves))
@@ -311,7 +336,7 @@ def _is_compared(sides: Comparison, values: tuple[bool, bool]) -> bool:
         ) from ours
 
     def rounded() -> Results:
-        with sides.on(*values) as leaves:
+        with sides.on(*values, first) as leaves:
             return sides.ours(leaves, _rounded)
 
     if different := _different(ours, theirs, rounded):
@@ -381,6 +406,31 @@ def _params(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_parameters(remove_duplicate=False))
 
 
+def _with_numbers(result: Any, own: Any, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    """Return a result with tensors in the place of Python numbers of which a program computes tensors.
+
+    Args:
+      result: Structure of the program's results.
+      own: That of the module's.
+      tensors: Its tensors.
+    """
+    found: list[torch.Tensor] = []
+
+    def aligned(result: Any, own: Any) -> Any:
+        if isinstance(own, Leaf) or (isinstance(result, Leaf) and type(own) in (int, float)):
+            found.append(tensors[own.place] if isinstance(own, Leaf) else torch.tensor(own))
+            return Leaf(len(found) - 1)
+        if isinstance(own, dict):
+            items = result if isinstance(result, dict) else {}
+            return {key: aligned(items.get(key), x) for key, x in own.items()}
+        if isinstance(own, tuple):
+            others = result if isinstance(result, tuple) and len(result) == len(own) else (None,) * len(own)
+            return tuple(map(aligned, others, own))
+        return own
+
+    return aligned(result, own), found
+
+
 def _results(
     structure: Any,
     outputs: Sequence[torch.Tensor],
@@ -388,7 +438,7 @@ def _results(
     trained: Mapping[str, torch.Tensor],
 ) -> Results:
     tensors = {f"output {i}" if len(outputs) > 1 else "the output": x for i, x in enumerate(outputs)}
-    tensors |= {f"buffer {name!r}": x for name, x in buffers.items()}
+    tensors |= {f"the state {name!r}": x for name, x in buffers.items()}
     tensors |= {f"the gradient of {name!r}": x for name, x in _gradients(outputs, trained).items()}
     return Results(structure, {name: x.detach().clone() for name, x in tensors.items()})
 
@@ -399,12 +449,20 @@ def _gradients(outputs: Sequence[torch.Tensor], trained: Mapping[str, torch.Tens
     if not terms or not trained:
         return {name: torch.zeros_like(x) for name, x in trained.items()}
     unique = {id(x): x for x in trained.values()}
+    before = [x.grad for x in unique.values()]
+    for x in unique.values():
+        x.grad = None
     try:
         found = torch.autograd.grad(sum(terms), [*unique.values()], allow_unused=True)  # type: ignore[arg-type]
+        # A backward pass of the user's may call `backward`, as that of a reversible layer does.
+        added = [x.grad for x in unique.values()]
     except RuntimeError:  # PyTorch has none: an operation in place changed what it needs
         return {}
-    grads = dict(zip(unique, found, strict=True))
-    return {name: _dense(grads[id(x)], x) for name, x in trained.items()}
+    finally:
+        for x, grad in zip(unique.values(), before, strict=True):
+            x.grad = grad
+    grads = dict(zip(unique, zip(found, added, strict=True), strict=True))
+    return {name: _dense(grads[id(x)][0], x) + _dense(grads[id(x)][1], x) for name, x in trained.items()}
 
 
 def _weighted(y: torch.Tensor) -> torch.Tensor:

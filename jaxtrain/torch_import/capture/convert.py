@@ -101,14 +101,14 @@ def _inputs(
 ) -> tuple[tuple[Input, ...], dict[str, np.ndarray]]:
     """Return the inputs of the graph, and the tensors among them that are neither parameters nor buffers."""
     signature = exported.graph_signature
-    mutated = {*signature.buffers_to_mutate.values()}
+    mutated = {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
     values = {node.name: node for node in exported.graph_module.graph.find_nodes(op="placeholder")}
     inputs, constants, leaves = [], {}, 0
     for spec in signature.input_specs:
         name, kind, target = spec.arg.name, spec.kind.name, _own_name(spec.target or "")
         if kind == "USER_INPUT":
             role, target, leaves = "input", str(leaves), leaves + 1
-        elif kind == "PARAMETER":
+        elif kind == "PARAMETER" and spec.target not in mutated:
             role, target = "param", aliases[target]
         else:
             role, target = "state" if spec.target in mutated else "constant", aliases.get(target, target)
@@ -121,14 +121,14 @@ def _inputs(
 def _results(
     exported: torch.export.ExportedProgram, aliases: Mapping[str, str]
 ) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """Return the new values of the buffers that change, and the flat outputs."""
+    """Return the new values of the buffers and parameters that change, and the flat outputs."""
     node = exported.graph_module.graph.output_node()
     state, outputs = {}, []
     for spec, value in zip(exported.graph_signature.output_specs, node.args[0], strict=True):
-        if spec.kind.name == "BUFFER_MUTATION":
+        if spec.kind.name in ("BUFFER_MUTATION", "PARAMETER_MUTATION"):
             if "/torch/utils/checkpoint.py" in (value.meta.get("stack_trace") or ""):
                 raise refusal(
-                    f"buffer {_own_name(spec.target)!r} changes inside torch.utils.checkpoint, which changes it twice",
+                    f"{_own_name(spec.target)!r} changes inside torch.utils.checkpoint, which changes it twice",
                     "leave the checkpoint out, as train_step(remat=…) has it",
                     source_of(value),
                 )
@@ -138,9 +138,7 @@ def _results(
             outputs.append(_argument(value, node))
         else:
             name = _own_name(spec.target)
-            raise refusal(
-                f"the module changes its input or parameter {name!r} in place", "change a clone", source_of(value)
-            )
+            raise refusal(f"the module changes its input {name!r} in place", "change a clone", source_of(value))
     return state, tuple(outputs)
 
 

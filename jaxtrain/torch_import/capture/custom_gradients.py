@@ -9,6 +9,7 @@ import inspect
 import traceback
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.utils.checkpoint
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from jaxtrain.torch_import.capture.gradients import add_node, user_line
+from jaxtrain.torch_import.capture.tracing import replaced
 from jaxtrain.torch_import.graph import CUSTOM
 from jaxtrain.torch_import.refusals import refusal, source_line
 
@@ -47,6 +49,8 @@ def recorded_calls() -> Iterator[list["Call"]]:
             return _checkpointed(*args, source=source_line(stack))
         if cls.__module__ in _INDEXING:
             return original(cls, *args)
+        if _computes_again(cls):
+            return _once(cls, args)
         call, number = Call(cls, args, source_line(stack)), len(calls)
         calls.append(call)
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
@@ -77,6 +81,30 @@ def _checkpointed(function: Any, preserve_rng_state: bool, *args: Any, source: s
             source,
         )
     return function(*args)
+
+
+def _computes_again(function: Any) -> bool:
+    """Return whether a backward pass differentiates the forward pass: that of a checkpoint or of reversible layers."""
+    backward = function.backward
+    names = {*backward.__code__.co_names}
+    parts = [x for x in vars(backward).values() if callable(x)]
+    for value in backward.__globals__.values():
+        own = isinstance(value, type) and value.__module__ == function.__module__
+        parts += [x for name, x in vars(value).items() if name in names] if own else []
+    codes = [x.__code__ for x in parts if isinstance(x, FunctionType)]
+    return "enable_grad" in names.union(*(code.co_names for code in codes))
+
+
+def _once(function: Any, args: Sequence[Any]) -> Any:
+    """Return the result of a forward pass with its own gradient, which the backward pass would compute again."""
+    context = _Context(tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in args))
+    plain = function.setup_context is torch.autograd.function._SingleLevelFunction.setup_context
+    with (
+        torch.enable_grad(),
+        replaced(torch, "no_grad", contextlib.nullcontext),
+        replaced(torch, "set_grad_enabled", contextlib.nullcontext),
+    ):
+        return function.forward(context, *args) if plain else function.forward(*args)
 
 
 @contextlib.contextmanager

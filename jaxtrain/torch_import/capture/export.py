@@ -4,11 +4,14 @@ The training graph of `torch.export` still has the regions without gradient, whi
 operations in place into pure ones. Operations without an entry in our table are replaced by PyTorch's decompositions.
 """
 
+import contextlib
 import dataclasses
+import functools
 import re
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,10 +20,18 @@ from torch.utils import _pytree
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.assumptions import assuming
 from jaxtrain.torch_import.capture.agreement import Beside, Program, refuse_disagreement
-from jaxtrain.torch_import.capture.attributes import attributes_of, changed, refuse_state
+from jaxtrain.torch_import.capture.attributes import (
+    attributes_of,
+    carried_attributes,
+    changed,
+    same,
+    set_values,
+    values_of,
+)
 from jaxtrain.torch_import.capture.autocast import Calls, calls_under_autocast, marked, without_marks_of_changed
 from jaxtrain.torch_import.capture.bincount import check_bins
 from jaxtrain.torch_import.capture.branches import branched
+from jaxtrain.torch_import.capture.carried import CARRYING, CarriedError, Carrying, attribute_of
 from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, source_of, spec_of
 from jaxtrain.torch_import.capture.copying import own_tensors
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
@@ -29,12 +40,14 @@ from jaxtrain.torch_import.capture.in_float64 import in_float64
 from jaxtrain.torch_import.capture.known_values import fold_known
 from jaxtrain.torch_import.capture.lifted import Function, with_lifted_constants
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
+from jaxtrain.torch_import.capture.numbers import Number, names_numbers, numbers
 from jaxtrain.torch_import.capture.placing import Placing
 from jaxtrain.torch_import.capture.questions import Example, Questions
+from jaxtrain.torch_import.capture.reached import reached_by
 from jaxtrain.torch_import.capture.selections import RowQuestions, answering, names_rows, with_sizes
-from jaxtrain.torch_import.capture.structure import Structure, captured_dtype, in_mode
+from jaxtrain.torch_import.capture.structure import Structure, captured_dtype, converted_to, in_mode
 from jaxtrain.torch_import.capture.tracing import tracing
-from jaxtrain.torch_import.graph import Captured, ModuleCall, Spec
+from jaxtrain.torch_import.graph import Captured, ModuleCall, Spec, read_state
 from jaxtrain.torch_import.insertion_order import check_keys
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import first_line, refusal, source_line
@@ -75,8 +88,11 @@ def capture(
     """
     known = ops | TABLE.keys()
     result: Any = None
-    assigned: list[str] = []
+    assigned = set[str]()
     unused: frozenset[str] = frozenset()
+    frozen: frozenset[str] = frozenset()
+    carried = {attribute.path for attribute in structure.carried}
+    computes_numbers = any(leaf.kind is not torch.Tensor for x in structure.carried for leaf in x.leaves)
 
     def flat(module: torch.nn.Module, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         nonlocal result, unused
@@ -85,23 +101,31 @@ def capture(
         result = _plain(call(module, leaves), tensors)
         unused = unused_parameters(module, tensors)
         # Afterwards `torch.export` sets attributes back.
-        assigned.extend(changed(before, attributes_of(module)))
+        assigned.update(changed(before, attributes_of(module)))
         return tuple(tensors)
 
-    def forward(answers: Sequence[Any] | None = None, path: Sequence[bool] = ()) -> _Forward:
+    def forward(answers: Sequence[Any] | None = None, path: Sequence[bool] = (), train: bool = train) -> _Forward:
         copy = in_mode(structure, train, dtype)
+        for name in frozen:
+            copy.module.get_parameter(name).requires_grad_(False)
+        carrying = Carrying(structure.carried, structure.mode, converted_to(structure, dtype))
         questions = Questions(example, answers, path)
-        return _Forward(copy.module, flat, Placing(copy, structure.originals), questions)
+        return _Forward(copy.module, flat, Placing(copy, structure.originals), questions, carrying)
 
     def run(module: torch.nn.Module, leaves: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         tensors: list[torch.Tensor] = []
         structure = _plain(call(module, leaves), tensors)
         return structure, tensors
 
+    def with_numbers(module: _Forward) -> contextlib.AbstractContextManager[Any]:
+        if not computes_numbers:
+            return contextlib.nullcontext()
+        return numbers(_functions(module.module, call))
+
     def trace(module: _Forward, under_autocast: Calls | None) -> tuple[Captured, Program]:
         captured, program, rows = trace_with_rows(module, under_autocast, RowQuestions())
         for other in rows.others():
-            again = forward(path=module.questions.path)
+            again = forward(path=module.questions.path, train=module.module.training)
             skipping, _, _ = trace_with_rows(again, under_autocast, other)
             skipped, others = rows.skipped(other.empty), other.skipped(other.empty)
             is_alike = other.count == rows.count
@@ -112,23 +136,40 @@ def capture(
     def trace_with_rows(
         module: _Forward, under_autocast: Calls | None, rows: RowQuestions
     ) -> tuple[Captured, Program, RowQuestions]:
-        with tracing() as traced, recorded_calls() as calls, marked(under_autocast), answering(rows):
+        with (
+            tracing() as traced,
+            with_numbers(module),
+            recorded_calls() as calls,
+            marked(under_autocast),
+            answering(rows),
+        ):
             module.questions.calls = calls
             program = _program(module, given)
-            exported = _decomposed(program, known)
+            exported = _decomposed(program, known, structure)
         functions, origins = _custom_functions(exported, calls, module.placing, structure, known)
         asked = module.questions.asked
-        captured = converted(exported, result, {**structure.aliases, **structure.buffers}, known, functions, asked)
+        names = {f"{CARRYING}.{i}": leaf.name for i, leaf in enumerate(module.carrying.leaves)}
+        aliases = {**structure.aliases, **structure.buffers, **names}
+        captured = converted(exported, result, aliases, known, functions, asked)
+        _refuse_changes_of_trained(exported, captured, module.module)
         for name in captured.graph.state.keys() & structure.shared.keys():
             raise refusal(f"buffers {name!r} and {structure.shared[name]!r} share memory and change", "clone one")
         refuse_lost_gradients(captured.graph)
         refuse_saved_results(captured.graph)
+        if train:
+            module.carrying.refuse_undetached(read_state(captured.graph, {*names.values()}))
         captured = captured._replace(origins={**captured.origins, **origins}, unused=unused)
-        return captured, Program(program, result, calls, traced.draws, asked), rows
+        changes = {*captured.graph.state}
+        return captured, Program(program, result, calls, traced.draws, asked, structure.carried, changes), rows
+
+    def run_once(module: _Forward) -> tuple[torch.Tensor, ...]:
+        with tracing(), with_numbers(module), structure.mode:
+            outputs: tuple[torch.Tensor, ...] = module(*(x.detach() for x in given))
+        return outputs
 
     def autocast_calls(answers: Sequence[Any] | None = None) -> Calls:
         module = forward(answers)
-        found = calls_under_autocast(partial(_run, module, given, structure))
+        found = calls_under_autocast(partial(run_once, module))
         if answers is None and module.questions.is_unanswered:
             asking = forward()
             trace(asking, found)
@@ -148,18 +189,25 @@ def capture(
         under_autocast = autocast_calls() if dtype == "float32" else None
         module = forward()
         captured, program = trace(module, under_autocast)
-        if assigned:
+        if assigned - carried:
             again = forward(module.questions.answers)
-            call_again = partial(_run, again, given, structure)
-            refuse_state(captured, again.module, call_again, lambda: trace(again, under_autocast)[0])
+            changes = _Changes(captured, partial(again_with, under_autocast), train)
+            found, left_out = carried_attributes(again.module, partial(run_once, again), changes, structure.carried)
+            if found:
+                raise CarriedError(found)
+            captured = captured._replace(left_out=tuple(left_out))
         captured, programs = with_paths(captured, program, partial(path_of, under_autocast))
         captured = captured._replace(graph=assuming(captured.graph, captured.assumptions))
         if beside is not None:
             refuse_disagreement(programs, beside, run, train=train)
         return captured
 
-    given = _fakes(inputs, structure)
-    try:
+    def again_with(under_autocast: Calls | None, train: bool, values: Mapping[str, Any]) -> Captured:
+        module = forward(train=train)
+        set_values(module.module, values)
+        return trace(module, under_autocast if train else None)[0]
+
+    def attempt() -> Captured:
         try:
             return traced()
         except RuntimeError:
@@ -168,6 +216,22 @@ def capture(
             # Code that makes float32 tensors next to float64 parameters fails in PyTorch as well.
             with in_float64():
                 return traced()
+
+    given = _fakes(inputs, structure)
+    try:
+        try:
+            return attempt()
+        except CarriedError:
+            raise
+        except Exception:
+            before = computes_numbers
+            computes_numbers = before or names_numbers(_functions(structure.module, call))
+            frozen = _without_gradient(forward(), run_once)
+            if not frozen and before == computes_numbers:
+                raise
+            if (captured := _again(attempt)) is not None:
+                return captured
+            raise
     except UserError:
         raise
     except Exception as error:
@@ -222,9 +286,52 @@ _MOST_CONDITIONS = 3
 """Conditions of a path whose other answer is captured as well: there are up to 2**3 paths."""
 
 
-def _run(forward: "_Forward", leaves: tuple[torch.Tensor, ...], structure: Structure) -> None:
-    with tracing(), structure.mode:
-        forward(*(x.detach() for x in leaves))
+def _without_gradient(module: "_Forward", run: Callable[["_Forward"], tuple[torch.Tensor, ...]]) -> frozenset[str]:
+    """Return the trained parameters that no result of a module has a gradient of."""
+    params = {name: x for name, x in module.module.named_parameters() if x.requires_grad}
+    try:
+        ends = [x for x in run(module) if x.requires_grad]
+        if not ends or not params:
+            return frozenset()
+        ones = [torch.ones_like(x) for x in ends]
+        found = torch.autograd.grad(ends, [*params.values()], ones, allow_unused=True)
+    except Exception:  # it is refused for another reason
+        return frozenset()
+    return frozenset(name for name, grad in zip(params, found, strict=True) if grad is None)
+
+
+def _again(attempt: Callable[[], Captured]) -> Captured | None:
+    """Return the capture of a second attempt; None if it fails, for which the first one's error says more."""
+    try:
+        return attempt()
+    except CarriedError:
+        raise
+    except Exception:
+        return None
+
+
+def _functions(*roots: Any) -> list[FunctionType]:
+    return [x for x in reached_by(*roots) if isinstance(x, FunctionType)]
+
+
+class _Changes:
+    """Whether a module computes something else for other values of its attributes, in evaluation as well."""
+
+    def __init__(self, captured: Captured, capture: Callable[[bool, Mapping[str, Any]], Captured], train: bool) -> None:
+        self._captured, self._capture, self._train = captured, capture, train
+
+    def __call__(self, values: Mapping[str, Any]) -> bool:
+        if not same(self._captured, partial(self._capture, self._train, values)):
+            return True
+        evaluation = self._evaluation if self._train else None
+        return evaluation is not None and not same(evaluation, partial(self._capture, False, values))
+
+    @functools.cached_property
+    def _evaluation(self) -> Captured | None:
+        try:
+            return self._capture(False, {})
+        except Exception:  # the capture of evaluation says why
+            return None
 
 
 def _fakes(specs: Sequence[Spec], structure: Structure) -> tuple[torch.Tensor, ...]:
@@ -239,6 +346,7 @@ def _program(module: torch.nn.Module, leaves: tuple[torch.Tensor, ...]) -> torch
     detach_regions_without_gradient(exported)
     without_marks_of_changed(exported)
     _remove_unused_buffers(exported)
+    _clone_copied_buffers(exported.graph_module)
     return exported
 
 
@@ -253,25 +361,65 @@ def _remove_unused_buffers(exported: torch.export.ExportedProgram) -> None:
     exported.graph_module.recompile()
 
 
-def _decomposed(program: torch.export.ExportedProgram, known: Collection[str]) -> torch.export.ExportedProgram:
+def _clone_copied_buffers(module: torch.fx.GraphModule) -> None:
+    """Give buffers that are copies of others values of their own: PyTorch counts two with one value as one."""
+    for part in module.modules():
+        graph = part.graph if isinstance(part, torch.fx.GraphModule) else torch.fx.Graph()
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+            source = node.args[1]
+            if isinstance(source, torch.fx.Node) and source.op == "placeholder":
+                with graph.inserting_before(node):
+                    clone = graph.call_function(torch.ops.aten.clone.default, (source,))
+                clone.meta = {**source.meta, "stack_trace": node.meta.get("stack_trace")}
+                node.update_arg(1, clone)
+        if isinstance(part, torch.fx.GraphModule):
+            part.recompile()
+
+
+def _refuse_changes_of_trained(
+    exported: torch.export.ExportedProgram, captured: Captured, module: torch.nn.Module
+) -> None:
+    """Refuse parameters that both an optimizer and `forward` change."""
+    trained = {name for name, x in module.named_parameters() if x.requires_grad}
+    if found := [name for name in captured.graph.state if name in trained]:
+        values = {node.name: node for node in exported.graph_module.graph.nodes}
+        node = values.get(captured.graph.state[found[0]].name)
+        raise refusal(
+            f"the module changes its parameter {found[0]!r} in place, which is trained",
+            "change a clone, or set requires_grad=False if forward alone updates it",
+            "" if node is None else source_of(node),
+        )
+
+
+def _decomposed(
+    program: torch.export.ExportedProgram, known: Collection[str], structure: Structure
+) -> torch.export.ExportedProgram:
     """Return the program of the operations that are known, none of which is in place."""
     program = with_sizes(program)
+    for part in program.graph_module.modules():
+        if isinstance(part, torch.fx.GraphModule) and part is not program.graph_module:
+            # An interpreter keeps the lines of operations in regions, which generated code does not.
+            part.forward = torch.fx.Interpreter(part).run
     try:
         exported = program.run_decompositions(_decompositions(known))
     except RuntimeError as error:
         if found := re.match(r"Constant (\S+) is mutated", str(error)):
-            raise _changed_constant(program, found[1]) from error
+            raise _changed_constant(program, found[1], structure) from error
         raise
     fold_known(exported, known)
     check_bins(exported)
     return exported
 
 
-def _changed_constant(exported: torch.export.ExportedProgram, target: str) -> UserError:
+def _changed_constant(exported: torch.export.ExportedProgram, target: str, structure: Structure) -> UserError:
     """Return the error of a module that changes a tensor which is no buffer, with the line of its last use."""
     (name,) = (spec.arg.name for spec in exported.graph_signature.input_specs if spec.target == target)
     (tensor,) = (node for node in exported.graph_module.graph.nodes if node.name == name)
     source = source_of([*tensor.users][-1])
+    path = target.removeprefix("module.")
+    value = values_of(structure.module).get(path)
+    if isinstance(value, torch.Tensor) and (attribute := attribute_of(path, value, value, source)):
+        return CarriedError([attribute])
     return refusal("forward changes a tensor that is no buffer", "register it by register_buffer", source)
 
 
@@ -310,7 +458,7 @@ def _pass(
 ) -> Captured:
     """Return the graph of a function of tensors."""
     module = _Forward(torch.nn.Module(), lambda _, leaves: fn(leaves), placing, Questions())
-    exported = _decomposed(_program(module, _fakes(given, structure)), known)
+    exported = _decomposed(_program(module, _fakes(given, structure)), known, structure)
     places = tuple(Leaf(i) for i, _ in enumerate(exported.graph_signature.user_outputs))
     captured = with_selected_rows(converted(exported, places, {}, known, {}, ()))
     for node in captured.graph.nodes:
@@ -330,15 +478,25 @@ class _Forward(torch.nn.Module):
         call: Callable[[torch.nn.Module, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
         placing: Placing,
         questions: Questions,
+        carrying: Carrying | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self._call = call
         self.placing, self.questions = placing, questions
+        self.add_module(CARRYING, carrying)
+
+    @property
+    def carrying(self) -> Carrying:
+        """The buffers of attributes."""
+        part: Any = self._modules[CARRYING]
+        return part
 
     def forward(self, *leaves: torch.Tensor) -> tuple[Any, ...]:
         before = [(part, dict(part._buffers)) for part in self.module.modules()]
-        with self.placing.during(self.module), self.questions.during(own_tensors(self.module), leaves):
+        carrying = self.carrying.during(self.module) if self.carrying else contextlib.nullcontext()
+        questions = self.questions.during(own_tensors(self.module), leaves)
+        with self.placing.during(self.module), questions, carrying:
             result = self.placing.placed(self._call(self.module, leaves))
         for part, buffers in before:
             self._write_assigned(part, buffers)
@@ -370,6 +528,8 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return Leaf(len(tensors) - 1)
+    if isinstance(value, Number):
+        return _plain(value.like([]), tensors)
     if isinstance(value, Mapping):
         check_keys(value, "the module returns a dict that")
         return {key if type(key) in (str, int) else str(key): _plain(item, tensors) for key, item in value.items()}
@@ -397,9 +557,10 @@ def _export_refusal(error: Exception, module: torch.nn.Module) -> UserError:
     source = source_line("".join(traceback.format_tb(error.__traceback__))) or source_line(str(error))
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in str(error):
-        return refusal(
-            "control flow or a shape depends on a tensor's value", "use torch.where and fixed shapes", source
-        )
+        remedy = "use torch.where and fixed shapes"
+        if re.search(r":\d+: (while|for) ", source):
+            remedy = "loop a fixed number of times, and keep what is done by torch.where(active, new, old)"
+        return refusal("control flow or a shape depends on a tensor's value", remedy, source)
     if names_rows(str(error)):
         return refusal("a shape depends on the number of rows that a mask selects", "use a mask of fixed shape", source)
     problem = f"{type(module).__name__} cannot be traced by torch.export: {first_line(error)}"

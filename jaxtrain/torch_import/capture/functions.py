@@ -189,6 +189,24 @@ def _register_hook(self: torch.Tensor, hook: Any) -> Any:
     )
 
 
+def _dirichlet(concentration: torch.Tensor) -> torch.Tensor:
+    """`_Dirichlet.apply`, of `Beta` and `Dirichlet`, without a gradient."""
+    if torch.is_grad_enabled() and concentration.requires_grad:
+        stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
+        raise refusal(
+            "rsample of Beta or Dirichlet with a gradient", "use sample(), or Kumaraswamy", source_line(stack)
+        )
+    return torch._sample_dirichlet(concentration)
+
+
+def _gamma(self: torch.distributions.Gamma, sample_shape: Any = ()) -> torch.Tensor:
+    """`Gamma.rsample`, whose bound changes no tensor in place."""
+    shape = self._extended_shape(sample_shape)
+    value = torch._standard_gamma(self.concentration.expand(shape)) / self.rate.expand(shape)
+    # The bound has no gradient.
+    return value + (value.clamp(min=torch.finfo(value.dtype).tiny) - value).detach()
+
+
 class _Data:
     """`Tensor.data`: the tensor itself without its gradient, and an assignment to it."""
 
@@ -213,6 +231,8 @@ FUNCTIONS: tuple[tuple[Any, str, Any], ...] = (
     (torch.Tensor, "data", _Data()),
     (torch.Tensor, "register_hook", _register_hook),
     (torch.nn.modules.batchnorm._BatchNorm, "forward", _batch_norm),
+    (torch.distributions.Gamma, "rsample", _gamma),
+    (torch.distributions.dirichlet._Dirichlet, "apply", staticmethod(_dirichlet)),
     (torch.nn.modules.rnn, "_VF", PACKED),
     (torch.nn.utils.rnn, "_VF", PACKED),
     *GRADIENTS,

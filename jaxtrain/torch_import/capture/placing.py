@@ -92,6 +92,8 @@ class Placing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         unplaced: list[torch.Tensor] = []
         args, kwargs = self._placed(args, unplaced), self._placed(kwargs or {}, unplaced)
+        # A step has a key of its own.
+        kwargs.pop("generator", None)
         result = func(*args, **kwargs)
         # What is known without its values, such as the shape, is known of every tensor.
         if unplaced and _has_tensor(result):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from jaxtrain.torch_import.refusals import is_internal
 
@@ -151,6 +152,13 @@ _KINDS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any], Calla
 
 GLOBAL = (Generator(random._inst), Generator(np.random.mtrand._rand))
 """The global random numbers of Python and NumPy."""
+
+
+class GlobalGenerator(TorchFunctionMode):
+    """Draws from PyTorch's global random numbers while entered, in the place of a generator that is given."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{name: x for name, x in (kwargs or {}).items() if name != "generator"})
 
 
 def generators_in(values: Sequence[Any]) -> list[Generator]:

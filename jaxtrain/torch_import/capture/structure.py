@@ -1,5 +1,6 @@
 """A module without its weights, to be captured for any shapes and dtypes."""
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree
 
 from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture.carried import Attribute, start
 from jaxtrain.torch_import.capture.copying import Copy, Memory, copied, own_tensors
 from jaxtrain.torch_import.capture.placing import Originals, originals_of
 from jaxtrain.torch_import.graph import dtype_of
@@ -30,6 +33,7 @@ class Structure(NamedTuple):
       originals: Parts and tensors of the module that was imported, which the copy must not read.
       shared: Buffers that share memory with another, by name.
       own: Returns the module itself, while it exists.
+      carried: The attributes that forward carries from call to call.
     """
 
     module: torch.nn.Module
@@ -39,6 +43,7 @@ class Structure(NamedTuple):
     originals: Originals
     shared: dict[str, str]
     own: Callable[[], torch.nn.Module | None]
+    carried: tuple[Attribute, ...] = ()
 
 
 def structure_of(module: torch.nn.Module) -> Structure:
@@ -49,7 +54,7 @@ def structure_of(module: torch.nn.Module) -> Structure:
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise refusal(f"{type(module).__name__} is compiled by torch.jit", "import the module that it was made from")
-    if any(torch.nn.parameter.is_lazy(x) for x in (*module.parameters(), *module.buffers())):
+    if is_lazy(module):
         raise refusal(f"{type(module).__name__} has lazy parameters", "call it once before the import")
     _refuse_hooks(module)
     shared = _shared_buffers(module)
@@ -63,6 +68,35 @@ def structure_of(module: torch.nn.Module) -> Structure:
     aliases = _first_names(module.named_parameters(remove_duplicate=False))
     buffers = _first_names(module.named_buffers(remove_duplicate=False))
     return Structure(copy.module, mode, aliases, buffers, originals_of(module), shared, weakref.ref(module))
+
+
+def is_lazy(module: torch.nn.Module) -> bool:
+    """Return whether a module has parameters or buffers whose shapes the first call determines."""
+    return any(map(torch.nn.parameter.is_lazy, (*module.parameters(), *module.buffers())))
+
+
+def materialized(module: torch.nn.Module, example: Any, call: Callable[[torch.nn.Module, Any], Any]) -> torch.nn.Module:
+    """Return a copy of a module whose lazy parameters have been made by a call in evaluation."""
+    buffers = (x for x in module.buffers() if torch.nn.parameter.is_lazy(x))
+    # PyTorch copies lazy parameters, but not lazy buffers.
+    made = copy.deepcopy(module, {id(x): _lazy_buffer(x) for x in buffers})
+    modes = {part: part.training for part in made.modules()}
+    batch = _pytree.tree_map_only((np.ndarray, jax.Array), lambda x: torch.tensor(np.asarray(x)), example)
+    try:
+        with torch.no_grad():
+            call(made.eval(), batch)
+    except Exception as error:
+        raise refusal(
+            f"{type(module).__name__} has lazy parameters and cannot be called: {first_line(error)}",
+            "call it once before the import",
+        ) from error
+    for part in made.modules():
+        part.training = modes.get(part, module.training)
+    return made
+
+
+def _lazy_buffer(like: torch.Tensor) -> torch.Tensor:
+    return torch.nn.UninitializedBuffer(device=like.device, dtype=like.dtype)  # type: ignore[call-arg]
 
 
 def _first_names(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
@@ -121,13 +155,18 @@ def in_mode(structure: Structure, train: bool, dtype: str | None) -> Copy:
     A module that was given in training mode keeps the modes of its parts, such as a frozen BatchNorm in evaluation. If
     the dtype is that of all its parameters, other tensors keep their own too.
     """
-    own = {dtype_name(x.dtype) for x in structure.module.parameters() if x.is_floating_point()}
-    copy = _copy_of(structure.module, structure.mode, None if own == {dtype} else dtype)
+    copy = _copy_of(structure.module, structure.mode, converted_to(structure, dtype))
     if not train:
         copy.module.eval()
     elif not copy.module.training:
         copy.module.train()
     return copy
+
+
+def converted_to(structure: Structure, dtype: str | None) -> str | None:
+    """Return the dtype that tensors are converted to; None if it is that of all parameters."""
+    own = {dtype_name(x.dtype) for x in structure.module.parameters() if x.is_floating_point()}
+    return None if own == {dtype} else dtype
 
 
 def filled(structure: Structure, tensors: Mapping[str, Any]) -> torch.nn.Module:
@@ -149,7 +188,10 @@ def filled(structure: Structure, tensors: Mapping[str, Any]) -> torch.nn.Module:
         for name, x in structure.module.named_parameters()
     }
     new |= {name: tensor(name, x) for name, x in structure.module.named_buffers()}
-    return copied(structure.module, new, computed).module
+    module = copied(structure.module, new, computed).module
+    values = {leaf.name: torch.tensor(np.asarray(tensors[leaf.name])) for x in structure.carried for leaf in x.leaves}
+    start(module, structure.carried, values)
+    return module
 
 
 def persistent_buffers(structure: Structure) -> list[str]:

@@ -130,7 +130,31 @@ def _without_randomness() -> Iterator[None]:
         for owner, label, names in _RANDOM:
             for name in names:
                 patches.enter_context(replaced(owner, name, _refusing(getattr(owner, name), f"{label}.{name}")))
+        patches.enter_context(replaced(torch, "Generator", _NewGenerator))
         yield
+
+
+class _Generators(type):
+    """The class of `torch.Generator` while tracing, which knows those that were made before."""
+
+    generator = torch.Generator
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if is_internal(sys._getframe(1).f_code.co_filename):
+            return cls.generator(*args, **kwargs)
+        stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
+        raise refusal(
+            "a torch.Generator that is made inside forward draws the same numbers in each call",
+            "make it in __init__, or numbers of a fixed seed as a buffer",
+            source_line(stack),
+        )
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        return isinstance(x, cls.generator)
+
+
+class _NewGenerator(metaclass=_Generators):
+    """`torch.Generator` while tracing."""
 
 
 def _refusing(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -114,20 +114,24 @@ def _is_bool(x: Any) -> bool:
     return isinstance(x, bool) or getattr(x, "dtype", None) == jnp.bool_
 
 
+def _scaled(y: Any, alpha: Any) -> Any:
+    return y if not isinstance(alpha, jax.Array) and alpha == 1 else alpha * y
+
+
 @op("add.Tensor", "add.Scalar")
 @broadcast
 def add(x: Any, y: Any, alpha: Any = 1) -> Any:
     """x + alpha * y, of two bools their disjunction."""
     if _is_bool(x) and _is_bool(y):
         return jnp.logical_or(x, y)
-    return x + (y if alpha == 1 else alpha * y)
+    return x + _scaled(y, alpha)
 
 
 @op("sub.Tensor", "sub.Scalar")
 @broadcast
 def sub(x: Any, y: Any, alpha: Any = 1) -> Any:
     """x - alpha * y."""
-    return x - (y if alpha == 1 else alpha * y)
+    return x - _scaled(y, alpha)
 
 
 @op("rsub.Tensor", "rsub.Scalar")

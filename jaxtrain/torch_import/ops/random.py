@@ -137,6 +137,32 @@ def multinomial(x: jax.Array, num_samples: int, replacement: bool = False, *, rn
     return jax.lax.top_k(perturbed, num_samples)[1]
 
 
+@op("_standard_gamma.default", random=True)
+def standard_gamma(x: jax.Array, *, rng: jax.Array) -> jax.Array:
+    """Numbers of the gamma distributions of shapes x, with their implicit gradient."""
+    return jax.random.gamma(rng, x, dtype=x.dtype)
+
+
+@op("_sample_dirichlet.default", random=True)
+def sample_dirichlet(x: jax.Array, *, rng: jax.Array) -> jax.Array:
+    """Points of the Dirichlet distributions of concentrations x, without a gradient."""
+    logarithms = jax.random.loggamma(rng, jax.lax.stop_gradient(x), dtype=x.dtype)
+    return jax.nn.softmax(logarithms, axis=-1)
+
+
+@op("poisson.default", random=True)
+def poisson(x: jax.Array, *, rng: jax.Array) -> jax.Array:
+    """Numbers of the Poisson distributions of means x."""
+    return jax.random.poisson(rng, jax.lax.stop_gradient(x)).astype(x.dtype)
+
+
+@op("binomial.default", random=True)
+def binomial(count: jax.Array, prob: jax.Array, *, rng: jax.Array) -> jax.Array:
+    """Numbers of successes, with the probabilities prob."""
+    count, prob = jax.lax.stop_gradient((count, prob))
+    return jax.random.binomial(rng, count, prob, dtype=prob.dtype).astype(count.dtype)
+
+
 def _draws_slopes(*args: Any, training: bool = False, **kwargs: Any) -> bool:
     return args[4] if len(args) > 4 else training
 

@@ -7,6 +7,8 @@ tabular       features by name, recommenders, sets, graphs
 sequences     audio and time series
 science       physics, operators, differential equations
 learning      self-supervision and reinforcement learning
+memory        checkpoints and reversible layers
+state         hidden states, counters, momentum encoders and queues
 tricks        closures, hooks, patches and what else people do to a module
 """
 
