@@ -115,7 +115,7 @@ def capture(
     def trace(module: _Forward, under_autocast: Calls | None) -> tuple[Captured, Program]:
         with tracing() as traced, with_numbers(module), recorded_calls() as calls, marked(under_autocast):
             program = _program(module, given)
-            exported = _decomposed(program, known, structure)
+            exported = _decomposed(program, known, module.module)
         functions, origins = _custom_functions(exported, calls, module.placing, structure, known)
         names = {f"{CARRYING}.{i}": leaf.name for i, leaf in enumerate(module.carrying.leaves)}
         captured = converted(exported, result, {**structure.aliases, **structure.buffers, **names}, known, functions)
@@ -291,7 +291,7 @@ def _refuse_changes_of_trained(
 
 
 def _decomposed(
-    program: torch.export.ExportedProgram, known: Collection[str], structure: Structure
+    program: torch.export.ExportedProgram, known: Collection[str], module: torch.nn.Module
 ) -> torch.export.ExportedProgram:
     """Return the program of the operations that are known, none of which is in place."""
     for part in program.graph_module.modules():
@@ -302,22 +302,22 @@ def _decomposed(
         exported = program.run_decompositions(_decompositions(known))
     except RuntimeError as error:
         if found := re.match(r"Constant (\S+) is mutated", str(error)):
-            raise _changed_constant(program, found[1], structure) from error
+            raise _changed_constant(program, found[1], module) from error
         raise
     fold_known_shapes(exported)
     check_bins(exported)
     return exported
 
 
-def _changed_constant(exported: torch.export.ExportedProgram, target: str, structure: Structure) -> UserError:
+def _changed_constant(exported: torch.export.ExportedProgram, target: str, module: torch.nn.Module) -> UserError:
     """Return the error of a module that changes a tensor which is no buffer, with the line of its last use."""
     (name,) = (spec.arg.name for spec in exported.graph_signature.input_specs if spec.target == target)
     (tensor,) = (node for node in exported.graph_module.graph.nodes if node.name == name)
     source = source_of([*tensor.users][-1])
-    path = target.removeprefix("module.")
-    value = values_of(structure.module).get(path)
-    if isinstance(value, torch.Tensor) and (attribute := attribute_of(path, value, value, source)):
-        return CarriedError([attribute])
+    for path, value in values_of(module).items():
+        is_own = any(x is exported.constants[target] for x in _pytree.tree_leaves(value))
+        if is_own and (attribute := attribute_of(path, value, value, source)):
+            return CarriedError([attribute])
     return refusal("forward changes a tensor that is no buffer", "register it by register_buffer", source)
 
 
@@ -356,7 +356,7 @@ def _pass(
 ) -> Captured:
     """Return the graph of a function of tensors."""
     module = _Forward(torch.nn.Module(), lambda _, leaves: fn(leaves), placing)
-    exported = _decomposed(_program(module, _fakes(given, structure)), known, structure)
+    exported = _decomposed(_program(module, _fakes(given, structure)), known, module.module)
     places = tuple(Leaf(i) for i, _ in enumerate(exported.graph_signature.user_outputs))
     captured = converted(exported, places, {}, known, {})
     for node in captured.graph.nodes:
