@@ -5,6 +5,7 @@ every element, and the buffers after two calls.
 """
 
 import json
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,7 +117,9 @@ def at_path(module: torch.nn.Module, path: str) -> np.ndarray:
         if isinstance(value, dict):
             value = value[key]
         else:
-            value = value[int(key)] if isinstance(value, tuple | list) and key.isdigit() else getattr(value, key)
+            value = (
+                value[int(key)] if isinstance(value, tuple | list | deque) and key.isdigit() else getattr(value, key)
+            )
     return np.asarray(value.detach() if isinstance(value, torch.Tensor) else value)
 
 

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -60,6 +60,22 @@ def of_a_list(m: Any, y: Tensor) -> Tensor:
 def of_a_named_tuple(m: Any, y: Tensor) -> Tensor:
     m.lstm = Pair((m.lstm.h + y.mean(0)).detach(), m.lstm.c * 0.9 + 0.1)
     return m.lstm.h * m.lstm.c
+
+
+def of_a_deque(m: Any, y: Tensor) -> Tensor:
+    m.recent.append(y.detach().mean(0))
+    return torch.stack(list(m.recent)).mean(0)
+
+
+def of_a_list_in_place(m: Any, y: Tensor) -> Tensor:
+    for i, x in enumerate(m.sums):
+        x.mul_(0.5).add_(y.detach().mean(0), alpha=i + 1)
+    return m.sums[0] * m.sums[1]
+
+
+def filled(m: Any, y: Tensor) -> Tensor:
+    m.calls += 1
+    return y + torch.full((3,), float(m.calls)) * torch.tensor(m.calls, dtype=y.dtype)
 
 
 def changed_places(m: Any, y: Tensor) -> Tensor:
@@ -157,6 +173,9 @@ KINDS: dict[str, Kind] = {
     "dict": Kind(lambda: {"cache": {"h": torch.zeros(3), "n": 1}}, of_a_dict),
     "list": Kind(lambda: {"states": [torch.zeros(3), torch.ones(3)]}, of_a_list),
     "named_tuple": Kind(lambda: {"lstm": Pair(torch.zeros(3), torch.ones(3))}, of_a_named_tuple),
+    "deque": Kind(lambda: {"recent": deque([torch.zeros(3), torch.ones(3)], maxlen=2)}, of_a_deque),
+    "list_in_place": Kind(lambda: {"sums": [torch.zeros(3), torch.ones(3)]}, of_a_list_in_place),
+    "filled": Kind(lambda: {"calls": 0}, filled),
     "changed_places": Kind(lambda: {"a": torch.zeros(3), "b": torch.ones(3)}, changed_places),
     "previous": Kind(lambda: {"last": torch.zeros(4, 3)}, previous),
     "counted": Kind(lambda: {"steps": 0}, counted),
@@ -213,7 +232,7 @@ def chosen(seed: int, count: int = 3) -> list[str]:
     return names[place : place + count]
 
 
-@pytest.mark.parametrize("seed", [*range(7), *(pytest.param(i, marks=pytest.mark.nightly) for i in range(7, 70))])
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(i, marks=pytest.mark.nightly) for i in range(8, 80))])
 def test_attributes_are_state_over_steps_as_in_pytorch(seed: int) -> None:
     module = made(*chosen(seed))
     equal(imported(module), module)

@@ -424,8 +424,8 @@ def _with_numbers(result: Any, own: Any, tensors: Sequence[torch.Tensor]) -> tup
             items = result if isinstance(result, dict) else {}
             return {key: aligned(items.get(key), x) for key, x in own.items()}
         if isinstance(own, tuple):
-            others = result if isinstance(result, tuple) and len(result) == len(own) else (None,) * len(own)
-            return tuple(map(aligned, others, own))
+            places = result if isinstance(result, tuple) and len(result) == len(own) else (None,) * len(own)
+            return tuple(map(aligned, places, own))
         return own
 
     return aligned(result, own), found

@@ -12,6 +12,7 @@ from torch.utils import _pytree
 
 from jaxtrain.errors import format_location
 from jaxtrain.torch_import.capture.carried import Attribute, attribute_of
+from jaxtrain.torch_import.capture.numbers import Number
 from jaxtrain.torch_import.graph import Captured
 from jaxtrain.torch_import.refusals import refusal
 
@@ -93,7 +94,9 @@ def _is_read(name: str, value: Any, differs: Callable[[Mapping[str, Any]], bool]
 
 
 def _with_values(x: Any) -> Any:
-    """Return a tensor without values as one that has some."""
+    """Return a tensor or a number without values as one that has some."""
+    if isinstance(x, Number):
+        return x.kind(3)
     return torch.full(x.shape, 2.75).to(x.dtype) if isinstance(x, FakeTensor) else x
 
 

@@ -174,9 +174,11 @@ def without_marks_of_changed(exported: torch.export.ExportedProgram) -> None:
     for module in exported.graph_module.modules():
         for node in list(module.graph.nodes) if isinstance(module, torch.fx.GraphModule) else ():
             if node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False):
-                mark = _viewed(node.args[0])
-                if mark.target is torch.ops.jaxtrain.float32.default:
-                    mark.replace_all_uses_with(mark.all_input_nodes[0])
+                # A list of tensors in `torch._foreach_…`.
+                changed = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
+                for mark in map(_viewed, changed):
+                    if mark.target is torch.ops.jaxtrain.float32.default:
+                        mark.replace_all_uses_with(mark.all_input_nodes[0])
 
 
 def _viewed(node: torch.fx.Node) -> torch.fx.Node:

@@ -111,6 +111,8 @@ def _leaf(name: str, start: Any, after: Any) -> Leaf | None:
         return Leaf(name, tuple(start.shape), start.dtype, torch.Tensor) if is_plain and same else None
     if type(start) not in (int, float):
         return None
+    if isinstance(after, Number):
+        after = after.kind(0)
     if isinstance(after, torch.Tensor):
         return Leaf(name, (), after.dtype, float) if after.is_floating_point() and not after.ndim else None
     if type(after) not in (int, float):

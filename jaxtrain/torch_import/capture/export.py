@@ -145,7 +145,7 @@ def capture(
         ):
             module.questions.calls = calls
             program = _program(module, given)
-            exported = _decomposed(program, known, structure)
+            exported = _decomposed(program, known, module.module)
         functions, origins = _custom_functions(exported, calls, module.placing, structure, known)
         asked = module.questions.asked
         names = {f"{CARRYING}.{i}": leaf.name for i, leaf in enumerate(module.carrying.leaves)}
@@ -392,7 +392,7 @@ def _refuse_changes_of_trained(
 
 
 def _decomposed(
-    program: torch.export.ExportedProgram, known: Collection[str], structure: Structure
+    program: torch.export.ExportedProgram, known: Collection[str], module: torch.nn.Module
 ) -> torch.export.ExportedProgram:
     """Return the program of the operations that are known, none of which is in place."""
     program = with_sizes(program)
@@ -404,22 +404,22 @@ def _decomposed(
         exported = program.run_decompositions(_decompositions(known))
     except RuntimeError as error:
         if found := re.match(r"Constant (\S+) is mutated", str(error)):
-            raise _changed_constant(program, found[1], structure) from error
+            raise _changed_constant(program, found[1], module) from error
         raise
     fold_known(exported, known)
     check_bins(exported)
     return exported
 
 
-def _changed_constant(exported: torch.export.ExportedProgram, target: str, structure: Structure) -> UserError:
+def _changed_constant(exported: torch.export.ExportedProgram, target: str, module: torch.nn.Module) -> UserError:
     """Return the error of a module that changes a tensor which is no buffer, with the line of its last use."""
     (name,) = (spec.arg.name for spec in exported.graph_signature.input_specs if spec.target == target)
     (tensor,) = (node for node in exported.graph_module.graph.nodes if node.name == name)
     source = source_of([*tensor.users][-1])
-    path = target.removeprefix("module.")
-    value = values_of(structure.module).get(path)
-    if isinstance(value, torch.Tensor) and (attribute := attribute_of(path, value, value, source)):
-        return CarriedError([attribute])
+    for path, value in values_of(module).items():
+        is_own = any(x is exported.constants[target] for x in _pytree.tree_leaves(value))
+        if is_own and (attribute := attribute_of(path, value, value, source)):
+            return CarriedError([attribute])
     return refusal("forward changes a tensor that is no buffer", "register it by register_buffer", source)
 
 
@@ -458,7 +458,7 @@ def _pass(
 ) -> Captured:
     """Return the graph of a function of tensors."""
     module = _Forward(torch.nn.Module(), lambda _, leaves: fn(leaves), placing, Questions())
-    exported = _decomposed(_program(module, _fakes(given, structure)), known, structure)
+    exported = _decomposed(_program(module, _fakes(given, structure)), known, module.module)
     places = tuple(Leaf(i) for i, _ in enumerate(exported.graph_signature.user_outputs))
     captured = with_selected_rows(converted(exported, places, {}, known, {}, ()))
     for node in captured.graph.nodes:

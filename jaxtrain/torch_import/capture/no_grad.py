@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 from jaxtrain.torch_import.capture.convert import key_of, source_of
 from jaxtrain.torch_import.graph import DETACH, LEAF
@@ -112,7 +113,8 @@ def _changed(node: torch.fx.Node) -> list[torch.fx.Node]:
     names = [argument.name for argument in schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     written = [x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write]
-    return [given[name] for name in written if isinstance(given.get(name), torch.fx.Node)]
+    values = [x for name in written for x in _pytree.tree_leaves(given.get(name))]
+    return [x for x in values if isinstance(x, torch.fx.Node)]
 
 
 def _aliases(node: Any) -> Iterator[torch.fx.Node]:
@@ -120,7 +122,8 @@ def _aliases(node: Any) -> Iterator[torch.fx.Node]:
     yield node
     schema = getattr(node.target, "_schema", None)
     is_view = schema is not None and bool(node.args) and schema.arguments[0].alias_info is not None
-    if is_view or node.target is operator.getitem:
+    # Of `torch._foreach_…` the first argument is a list.
+    if (is_view and isinstance(node.args[0], torch.fx.Node)) or node.target is operator.getitem:
         yield from _aliases(node.args[0])
 
 

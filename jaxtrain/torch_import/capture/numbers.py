@@ -7,7 +7,6 @@ While a module is traced such a number has no value. It is a `Number`: a tensor 
 import builtins
 import contextlib
 import math
-import operator
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
@@ -106,7 +105,11 @@ class Number:
         return bool(self.tensor != 0)
 
     def __index__(self) -> int:
-        return operator.index(_number(self.tensor))  # type: ignore[arg-type]
+        raise refusal(
+            "a number that depends on a tensor's value is an index of a list or a length",
+            "index a tensor, or loop a fixed number of times with torch.where(active, new, old)",
+            _line(),
+        )
 
     def __int__(self) -> int:
         return int(self.tensor)
@@ -365,6 +368,23 @@ def _item(self: torch.Tensor) -> Any:
     return _converted(self, int) if is_integer and _is_unknown(self) else _number(self)
 
 
+_full, _new = torch.full, torch.tensor
+
+
+def _filled(size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+    """`torch.full` of a number without a value."""
+    if not isinstance(fill_value, Number):
+        return _full(size, fill_value, dtype=dtype, **options)
+    return _made(fill_value, dtype=dtype).expand(size).clone()
+
+
+def _made(data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+    """`torch.tensor` of a number without a value."""
+    if not isinstance(data, Number):
+        return _new(data, dtype=dtype, **options)
+    return data.like([]).clone() if dtype is None else data.tensor.to(dtype, copy=True)
+
+
 def _line() -> str:
     return source_line("".join(traceback.format_list(traceback.extract_stack()[:-1])))
 
@@ -396,4 +416,6 @@ def numbers(functions: Sequence[FunctionType]) -> Iterator[None]:
         patches.callback(globals().__setitem__, "_number", before)
         for name, value in {"__getitem__": _getitem, "__setitem__": _setitem, "item": _item}.items():
             patches.enter_context(replaced(torch.Tensor, name, value))
+        for name, value in {"full": _filled, "tensor": _made}.items():
+            patches.enter_context(replaced(torch, name, value))
         yield
