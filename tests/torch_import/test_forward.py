@@ -187,7 +187,6 @@ def test_loops_by_values_are_refused_with_a_remedy_that_works() -> None:
         (changed_parameter, "changed in place by its data", "module.w.data = module.w * 0.9"),
         (reentrant, "pass use_reentrant=False", "use_reentrant=True) * module.w"),
         (checkpointed_statistics, "changes inside torch.utils.checkpoint", "module.layer(y)"),
-        (number, "depends on floating-point values", "int(x.argmax())"),
     ],
 )
 def test_what_cannot_be_imported_is_refused_with_its_line(fn: Any, message: str, line: str) -> None:

@@ -4,6 +4,7 @@ structure  the module without its weights
 copying    copies whose functions refer to the copy
 placing    where each tensor that a module reads comes from
 tracing    how `torch.export` traces
+replaced   attributes of other packages that are replaced for a while
 functions  functions that are traced in another form
 gradients  gradients inside forward
 lifted     constants of the passes of autograd.Function

@@ -31,9 +31,10 @@ from jaxtrain.torch_import.capture.reached import (
     reached_by,
     same_state,
 )
+from jaxtrain.torch_import.capture.replaced import replaced
 from jaxtrain.torch_import.capture.restored import memory_of, restored
 from jaxtrain.torch_import.capture.structure import captured_dtype
-from jaxtrain.torch_import.capture.tracing import quiet, replaced
+from jaxtrain.torch_import.capture.tracing import quiet
 from jaxtrain.torch_import.graph import GRADIENT, Spec
 from jaxtrain.torch_import.refusals import first_line, refusal, source_line
 

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from jaxtrain.torch_import.capture.tracing import replaced
+from jaxtrain.torch_import.capture.replaced import replaced
 from jaxtrain.torch_import.graph import Node, Ref, references
 from jaxtrain.torch_import.layers import mapped
 from jaxtrain.torch_import.refusals import is_internal

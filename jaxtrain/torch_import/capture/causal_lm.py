@@ -16,7 +16,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import StoredTensor
 from jaxtrain.torch_import.capture.packed_rows import EXPERTS, plain_call
 from jaxtrain.torch_import.capture.pretrained import class_in, loading, pretrained
-from jaxtrain.torch_import.capture.tracing import replaced
+from jaxtrain.torch_import.capture.replaced import replaced
 
 
 def empty_causal_lm(folder: Path | str) -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from jaxtrain.torch_import.capture.tracing import replaced
+from jaxtrain.torch_import.capture.replaced import replaced
 from jaxtrain.torch_import.refusals import refusal
 
 

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from jaxtrain.torch_import.capture.gradients import add_node, user_line
-from jaxtrain.torch_import.capture.tracing import replaced
+from jaxtrain.torch_import.capture.replaced import replaced
 from jaxtrain.torch_import.graph import CUSTOM
 from jaxtrain.torch_import.refusals import refusal, source_line
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree
 
 from jaxtrain.torch_import.capture.known_values import known_value
 from jaxtrain.torch_import.capture.reached import is_library
-from jaxtrain.torch_import.capture.tracing import replaced
+from jaxtrain.torch_import.capture.replaced import replaced
 from jaxtrain.torch_import.refusals import refusal, source_line
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import logging
 import random
 import sys
@@ -22,6 +21,7 @@ from jaxtrain.torch_import.capture.functions import FUNCTIONS
 from jaxtrain.torch_import.capture.known_values import KNOWN_VALUES
 from jaxtrain.torch_import.capture.questions import QUESTIONS
 from jaxtrain.torch_import.capture.reached import GLOBAL, same_state
+from jaxtrain.torch_import.capture.replaced import replaced
 from jaxtrain.torch_import.capture.selections import SELECTIONS
 from jaxtrain.torch_import.refusals import is_internal, refusal, source_line
 
@@ -215,18 +215,3 @@ class _Drawn:
         raise self._error
 
     __float__ = __bool__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __le__ = __ge__ = _refused
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute while entered."""
-    inherited = isinstance(owner, type) and name not in vars(owner)
-    before = inspect.getattr_static(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
