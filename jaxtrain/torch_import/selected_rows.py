@@ -378,7 +378,10 @@ def _is_broadcast(to: _Rewritten, node: Node) -> bool:
     return True
 
 
-@_rule("where masked_fill _to_copy copy lift_fresh_copy zeros_like ones_like full_like empty_like fill zero dropout")
+@_rule(
+    "where masked_fill _to_copy copy lift_fresh_copy zeros_like ones_like full_like empty_like fill zero "
+    "dropout native_dropout"
+)
 def _by_element(to: _Rewritten, node: Node) -> None:
     numbers = [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, int | float)]
     if any(map(to.is_hidden, numbers)) or not _is_broadcast(to, node):
