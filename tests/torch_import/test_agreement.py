@@ -119,6 +119,7 @@ PLACES: dict[str, Callable[[torch.Tensor, Any, nn.Module], torch.Tensor]] = {
     "factor": lambda x, value, m: m.a(x) * value,
     "before": lambda x, value, m: m.b(F.gelu(m.a(x + value))),
     "branch": lambda x, value, m: m.a(x) if value is None else m.b(x) * value,
+    "mask": lambda x, value, m: torch.where(m.b(x) > 0, m.a(x), 0.0) * value,
     "no_grad": lambda x, value, m: m.a(x) + scaled_without_gradient(x, value),
     "buffer": lambda x, value, m: m.a(x) + moved(m.mean, x, value),
 }

@@ -643,8 +643,8 @@ class _Recorded(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for x in result if isinstance(result, tuple | list) else (result,):
             if isinstance(x, torch.Tensor) and x.numel():
-                wide = x.detach().abs().double(), x.detach().real.double()
-                size, total = (float(part.nan_to_num(0, 0, 0).sum()) for part in wide)
+                wide = x.detach() if x.is_complex() else x.detach().double()  # booleans have no magnitude
+                size, total = (float(part.nan_to_num(0, 0, 0).sum()) for part in (wide.abs(), wide.real))
                 self.operations.append(_Operation(tuple(x.shape), total, size, _stack()))
         return result
 
