@@ -66,7 +66,8 @@ def imported_case(
             in_jax=lambda params, batch, state: model(params, example.in_jax(batch), None, state)[0],
             batch=of_module,
             rows=rows or example.rows or 1,
-            fixed_rows=example.rows is None,
+            # What the model assumes of a batch may not hold for some of its rows.
+            fixed_rows=example.rows is None or bool(model.assumptions),
         ),
     )
 

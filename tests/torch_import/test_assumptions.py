@@ -23,6 +23,7 @@ from torch.nn import functional as F
 import jaxtrain as jt
 from jaxtrain import UserError
 from jaxtrain.torch_import import from_torch, load_imported
+from parity import check
 from tests.torch_import.reference import weighted
 
 Tensor = torch.Tensor
@@ -342,3 +343,9 @@ def test_a_run_ends_at_a_batch_that_is_assumed_away_and_names_the_line(precision
     recipe = run_of(np.full(4 * ROWS, 5), precision=precision)
     with pytest.raises(UserError, match=r"the loss is nan, because forward reads 5 where it read 4 .*py:\d+"):
         jt.fit(recipe, tmp_path / "run", quiet=True)
+
+
+def test_a_case_has_batches_for_which_the_assumptions_hold() -> None:
+    model = from_torch(Cut(), lengths(4))
+    verdict = check(model.case(), steps=2)
+    assert verdict.passed, verdict.lines
