@@ -128,8 +128,7 @@ def _convolve_as_product(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.
     # PyTorch's kernel [out, in, *taps] is a matrix as it is, but windows are copied from channels that are last: the
     # smaller one of the two matrices is transposed.
     out: Any = eqn.outvars[0].aval
-    rows = math.prod(out.shape) // features
-    channels_first = out_first and rows <= features
+    channels_first = out_first and math.prod(out.shape) // features <= features
     windows = _windows(x, taps, eqn.params, channels_first=channels_first)
     if out_first:
         kernel = (kernel if channels_first else jnp.moveaxis(kernel, 1, -1)).reshape(features, -1)

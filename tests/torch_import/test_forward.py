@@ -170,7 +170,7 @@ def times(module: Any, x: torch.Tensor) -> torch.Tensor:
 def test_loops_by_values_are_refused_with_a_remedy_that_works() -> None:
     for fn, line in ((until, "while y.abs().max() > 0.1:"), (times, "for _ in range(int(x.argmax())):")):
         with pytest.raises(UserError, match=r"loop a fixed number of times") as error:
-            jt.from_torch(Function(fn), batch_of(4, 3))
+            jt.from_torch(Function(fn), batch_of(4, 3).astype(np.float32))
         assert line in str(error.value)
     differences, model = compared(Function(until_masked), batch_of(4, 3))
     assert max(differences) <= 1e-14
