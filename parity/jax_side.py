@@ -1,5 +1,6 @@
 """A training run through `jaxtrain.train_step`, recorded under PyTorch's names."""
 
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -120,7 +121,10 @@ class Program:
         for step, batch in enumerate(case.batches(seed, steps)):
             if step:
                 report(f"{self.precision}: JAX, update {step + 1} of {steps}")
-            state, metrics = self._step(state, arrays(batch, self.precision))
+            with warnings.catch_warnings():
+                # PyTorch's side says what is counted.
+                warnings.filterwarnings("ignore", "the weight of the loss counts labels")
+                state, metrics = self._step(state, arrays(batch, self.precision))
             losses.append(float(metrics["loss"]))
             norms.append(float(metrics["grad_norm"]))
             scales.append(float(current_scale(state.loss_scale)))

@@ -367,7 +367,8 @@ def in_dtype(case: Case, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn
 
     Imaginary parts are kept, and float64 where others become float32: the module has it on purpose.
     """
-    convert_tensors(model, lambda own: _dtype(own, dtype), case.buffer_names)
+    # Without tables only parameters and buffers are known.
+    convert_tensors(model, lambda own: _dtype(own, dtype), case.buffer_names if case.has_tables else ())
     return model
 
 

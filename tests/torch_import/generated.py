@@ -311,6 +311,9 @@ def drawn(rng: random.Random) -> Draw:
 
 def main(count: int, seed: int) -> None:
     """Try programs, and print those that failed, shrunk."""
+    # A fifth of the time is compilation, of functions that many programs have in common.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     rng, counts = random.Random(seed), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         for k in range(count):
