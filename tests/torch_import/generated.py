@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import jax
 import torch
 
 from tests.torch_import.judge import judged
