@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import jax
+import numpy as np
 import torch
 
 from tests.torch_import.judge import judged
