@@ -78,7 +78,8 @@ def imported(module: torch.nn.Module, example: Any) -> dict[str, np.ndarray]:
         def run(params: Any, batch: Any = batch, state: Any = state) -> Any:
             outputs, new = model(params, batch, rng, state)
             leaves = [x for x in jax.tree.leaves(outputs) if hasattr(x, "dtype")]
-            return weighted(leaves, jnp).real, (leaves, new)
+            numbers = [x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float) for x in leaves]
+            return weighted(numbers, jnp).real, (leaves, new)
 
         (_, (leaves, state)), grads = jax.value_and_grad(run, has_aux=True)(model.params)
         found |= {f"output {i} of call {call}": np.asarray(x) for i, x in enumerate(leaves)}
