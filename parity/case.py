@@ -166,8 +166,8 @@ class Case:
 
     @property
     def buffer_names(self) -> tuple[str, ...]:
-        """Names of PyTorch's buffers that have a counterpart in the JAX model state."""
-        _, table = self.tables
+        """Names of PyTorch's buffers that have a counterpart in the JAX model state; none before there are tables."""
+        table = self.buffers if self.has_tables else None
         return () if table is None else tuple(table.torch_order(self.state_like))
 
     def torch_optimizer(self, model: "torch.nn.Module") -> "torch.optim.Optimizer":

@@ -367,8 +367,7 @@ def in_dtype(case: Case, model: torch.nn.Module, dtype: torch.dtype) -> torch.nn
 
     Imaginary parts are kept, and float64 where others become float32: the module has it on purpose.
     """
-    # Without tables only parameters and buffers are known.
-    convert_tensors(model, lambda own: _dtype(own, dtype), case.buffer_names if case.has_tables else ())
+    convert_tensors(model, lambda own: _dtype(own, dtype), case.buffer_names)
     return model
 
 
