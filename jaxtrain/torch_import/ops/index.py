@@ -24,12 +24,19 @@ ops(
         "gather.default": lambda x, dim, index, sparse_grad=False: jnp.take_along_axis(x, index, dim) if x.ndim else x,
         "take_along_dim.default": lambda x, indices, dim: jnp.take_along_axis(x, indices, dim),
         "index_select.default": lambda x, dim, index: jnp.take(x, index, dim) if x.ndim else x,
-        "nonzero_static.default": lambda x, *, size, fill_value=-1: (
-            jnp.argwhere(x, size=size, fill_value=fill_value) if x.size else jnp.full((size, x.ndim), fill_value)
-        ),
         "take.default": lambda x, index: x.ravel()[index],
     }
 )
+
+
+@op("nonzero_static.default")
+def nonzero_static(x: jax.Array, *, size: int, fill_value: int = -1) -> jax.Array:
+    """The places of the first elements that are not 0, int [size, ndim]; sorted, for `jnp.nonzero` is no plain program."""
+    found = (x != 0).ravel()
+    first = jnp.argsort(~found, stable=True)[:size]
+    first = jnp.pad(first, (0, size - len(first)))
+    places = jnp.stack(jnp.unravel_index(first, x.shape), -1) if x.ndim else jnp.zeros((size, 0), first.dtype)
+    return jnp.where((jnp.arange(size) < found.sum())[:, None], places, fill_value)
 
 
 @op("embedding.default")
