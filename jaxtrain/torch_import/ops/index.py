@@ -31,7 +31,8 @@ ops(
 
 @op("nonzero_static.default")
 def nonzero_static(x: jax.Array, *, size: int, fill_value: int = -1) -> jax.Array:
-    """The places of the first elements that are not 0, int [size, ndim]; sorted, for `jnp.nonzero` is no plain program."""
+    """Places of the first elements that are not 0, int [size, ndim]."""
+    # The newest JAX's `jnp.nonzero` is no plain program.
     found = (x != 0).ravel()
     first = jnp.argsort(~found, stable=True)[:size]
     first = jnp.pad(first, (0, size - len(first)))
