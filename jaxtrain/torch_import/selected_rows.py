@@ -118,7 +118,7 @@ class _Rewritten:
         elif not any(map(self._rows, [node.spec, *map(self._specs.get, references((node.args, node.kwargs)))])):
             self.nodes.append(node)
         elif node.op == GETITEM:
-            self._add_clean(node, node.args)
+            self.finish()
         else:
             rule = _RULES.get(packet_of(node)) or (_by_element if node.promoted is not None else None)
             if rule is None:
@@ -331,12 +331,6 @@ class _Rewritten:
         if a is None or b is None or a.op != b.op or a.op in RANDOM:
             return False
         return self._is_same((a.args, *a.kwargs.values()), (b.args, *b.kwargs.values()))
-
-    def _add_clean(self, node: Node, args: Any) -> None:
-        if self._rows(node.spec):
-            self.clean(self.core(args))
-        else:
-            self.core(args, name=node.name)
 
     def move(self, **changed: Any) -> None:
         """Add an operation that moves elements and leaves the padding of selected rows as it is."""
@@ -605,11 +599,9 @@ def _check_aligned(to: _Rewritten, x: Any, dim: int, index: Any) -> None:
 
 def _outside(to: _Rewritten, x: Any, axis: int, index: Any) -> Any:
     """Return an index whose padding is outside of an axis, where nothing is written."""
-    own = to.rows(index)
-    if axis in {rows.axis for rows in to.rows(x)} and not to.is_place(index):
-        raise to.refused()
+    _check_read(to, x, axis, index)
     size = to.fixed(to.shape(x)[axis])
-    for rows in own:
+    for rows in to.rows(index):
         shape = tuple(n if i == rows.axis else 1 for i, n in enumerate(to.shape(index)))
         spec = Spec((rows.number * rows.each,), "int64")
         beyond = to.call("add.Tensor", (to.positions(rows), size), spec, promoted="int64")
@@ -649,9 +641,7 @@ def _scattered_by_mask(to: _Rewritten, node: Node) -> None:
 @_rule("index_add index_copy index_fill")
 def _put_along(to: _Rewritten, node: Node) -> None:
     x, dim, index, *rest = node.args
-    axis = dim % len(to.shape(x))
-    _check_read(to, x, axis, index)
-    to.finish((x, dim, _outside(to, x, axis, index), *rest))
+    to.finish((x, dim, _outside(to, x, dim % len(to.shape(x)), index), *rest))
 
 
 @_rule("scatter scatter_add")
