@@ -18,11 +18,14 @@ import optax
 import pytest
 import torch
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 from torch.nn import functional as F
 
 import jaxtrain as jt
 from jaxtrain import UserError
 from jaxtrain.torch_import import from_torch, load_imported
+from jaxtrain.torch_import.capture.eager import untraced
 from parity import check
 from tests.torch_import.reference import weighted
 
@@ -349,3 +352,17 @@ def test_a_case_has_batches_for_which_the_assumptions_hold() -> None:
     model = from_torch(Cut(), lengths(4))
     verdict = check(model.case(), steps=2)
     assert verdict.passed, verdict.lines
+
+
+def test_values_are_computed_wherever_a_pass_asks_for_them() -> None:
+    x = torch.tensor([[1 / 3, 0.7]])
+    expected = (x @ x.T).item()
+    mode = FakeTensorMode()
+    with (
+        mode,
+        enable_python_dispatcher(),
+        torch.autocast("cpu"),
+        torch.device("meta"),
+        in_kernel_invocation_manager(mode),
+    ):
+        assert untraced(lambda: (x @ x.T + torch.zeros(1)).item()) == expected

@@ -1,19 +1,20 @@
 """A program of `torch.export`, evaluated by PyTorch's own kernels."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from jaxtrain.torch_import.capture.custom_gradients import Call
 from jaxtrain.torch_import.capture.functions import ctc_loss_of_tensors
 from jaxtrain.torch_import.capture.packed import rnn_of_padded
 from jaxtrain.torch_import.graph import CUSTOM, GRADIENT
 from jaxtrain.torch_import.ops import RANDOM
+
+T = TypeVar("T")
 
 
 def evaluated(
@@ -37,7 +38,7 @@ class Unevaluated(Exception):  # noqa: N818
 def value_of(
     node: torch.fx.Node, given: Mapping[torch.fx.Node, Callable[[], torch.Tensor]], root: Any, calls: Sequence[Call]
 ) -> Any:
-    """Return the value of a node of a graph that is being traced, inside `untraced`.
+    """Return the value of a node of a graph that is being traced, as the function of `untraced`.
 
     Args:
       node: The node.
@@ -62,11 +63,14 @@ def value_of(
     return values[node]
 
 
-@contextlib.contextmanager
-def untraced() -> Iterator[None]:
-    """Compute with values, and trace nothing, while entered."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        yield
+def untraced(compute: Callable[[], T]) -> T:
+    """Return what a function computes with values, while something else is traced.
+
+    PyTorch's modes, devices and dispatch are those of a thread. A value may be asked for inside an operation on a fake
+    tensor, where an operation on values would have none as its result, and in a region of `torch.autocast`.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(torch.no_grad()(compute)).result()
 
 
 def draws(nodes: Sequence[torch.fx.Node]) -> bool:

@@ -297,16 +297,18 @@ class Questions(TorchFunctionMode):
 
     def _value(self, node: torch.fx.Node) -> Any:
         """Return what a node of one element computes for the example; None if that is not known."""
-        with untraced():
-            example = self._example()
-            if example is None:
-                return None
-            given = {placeholder: partial(read, example) for placeholder, read in self._placeholders.items()}
-            try:
-                value = value_of(node, given, self._tracer.root, self.calls)
-            except Unevaluated:
-                return None
-            return value.item() if isinstance(value, torch.Tensor) else value
+        return untraced(partial(self._evaluated, node))
+
+    def _evaluated(self, node: torch.fx.Node) -> Any:
+        example = self._example()
+        if example is None:
+            return None
+        given = {placeholder: partial(read, example) for placeholder, read in self._placeholders.items()}
+        try:
+            value = value_of(node, given, self._tracer.root, self.calls)
+        except Unevaluated:
+            return None
+        return value.item() if isinstance(value, torch.Tensor) else value
 
     def _node_of(self, x: torch.Tensor) -> torch.fx.Node | None:
         proxy = None if self._tracer is None else self._tracer.unwrap_proxy(x)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.export import _trace
-from torch.utils._python_dispatch import _disable_current_modes
 
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.bincount import BINCOUNT
@@ -50,22 +49,12 @@ def tracing() -> Iterator[Traced]:
     with quiet(), _whole_stack_traces(), _without_randomness(), unchecked, contextlib.ExitStack() as patches:
         for owner, name, function in (*FUNCTIONS, *KNOWN_VALUES, *BINCOUNT, *QUESTIONS, *SELECTIONS):
             patches.enter_context(replaced(owner, name, function))
-        patches.enter_context(replaced(torch.Tensor, "__repr__", _text))
         patches.enter_context(AssumedFinite())
         errors = patches.enter_context(_errors_of_values())
         yield traced
     if errors:
         raise errors[0]
     traced.draws = not all(same_state(x.state, state) for x, state in zip(GLOBAL, states, strict=True))
-
-
-_repr: Callable[..., Any] = torch.Tensor.__repr__
-
-
-def _text(self: torch.Tensor, *, tensor_contents: Any = None) -> Any:
-    """`Tensor.__repr__`, of which errors of operations tell, without tracing how the text is made."""
-    with _disable_current_modes():
-        return _repr(self, tensor_contents=tensor_contents)
 
 
 @contextlib.contextmanager
