@@ -88,8 +88,10 @@ def with_selected_rows(captured: Captured) -> Captured:
         rewritten.add(node)
     for name in references((graph.outputs, graph.state)):
         rewritten.refuse_rows(name)
-    graph = without_unused(replace(graph, nodes=tuple(rewritten.nodes)), RANDOM)
-    return captured._replace(graph=graph, origins={**captured.origins, **rewritten.origins})
+    results = graph.outputs, tuple(x.value for x in captured.assumptions)
+    nodes = without_unused(replace(graph, nodes=tuple(rewritten.nodes), outputs=results), RANDOM).nodes
+    origins = {**captured.origins, **rewritten.origins}
+    return captured._replace(graph=replace(graph, nodes=nodes), origins=origins)
 
 
 class _Rewritten:
@@ -653,6 +655,15 @@ def _scattered(to: _Rewritten, node: Node) -> None:
     if any(rows.axis == axis for rows in to.rows(index)):
         index = _outside(to, x, axis, index)
     to.finish((x, dim, index, *rest))
+
+
+@_rule("ctc_loss")
+def _concatenated(to: _Rewritten, node: Node) -> None:
+    """A loss of concatenated targets, whose lengths leave padding out."""
+    log_probs, targets, *rest = node.args
+    if any(map(to.rows, (log_probs, *rest))) or len(to.shape(targets)) != 1:
+        raise to.refused()
+    to.finish()
 
 
 # Reductions.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -16,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import jaxtrain as jt
 from jaxtrain import UserError
+from jaxtrain.torch_import import from_torch
 from parity import check
-from tests.torch_import.reference import Function, batch_of, compared
+from tests.torch_import.reference import Function, batch_of, compared, weighted
 
 F64 = {"dtype": torch.float64}
 
@@ -314,3 +316,30 @@ def test_a_lazy_module_is_made_by_a_call_of_a_copy() -> None:
     np.testing.assert_allclose(state["1.running_var"], made[1].running_var, rtol=1e-5)
     with pytest.raises(UserError, match=r"Linear has lazy parameters and cannot be called: .*: call it once before"):
         jt.from_torch(nn.LazyLinear(5), {"wrong": x})
+
+
+def chosen(m: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    a, b, c = x * m.w
+    of_two = max(a, 0.0), max(0.0, a), min(a, b), max(b, a), min(a, 0), max(-0.5, c)
+    return [y * m.w.sum().exp() for y in (*of_two, max(a, b, c), min([c, b, a]), max(0.0, a, c), min(a, b, 0.0))]
+
+
+@pytest.mark.parametrize(
+    "x", [(1.0, 2.0, 3.0), (0.0, 1.0, 0.0), (1.0, 1.0, -1.0), (np.nan, 1.0, 0.5), (0.5, 1.0, np.nan)]
+)
+def test_max_and_min_of_python_choose_an_element(x: tuple[float, ...]) -> None:
+    module = Function(chosen)
+    with jax.enable_x64():
+        model = from_torch(module, np.array([2.0, -1.0, 0.25]))
+
+        @jax.jit
+        @jax.value_and_grad
+        def run(params: Any, x: Any) -> Any:
+            return weighted(model(params, x)[0], jnp)
+
+        found, grads = run(model.params, np.array(x))
+    expected = weighted(module(torch.tensor(x, dtype=torch.float64)), torch)
+    expected.backward()
+    np.testing.assert_allclose(found, expected.item(), rtol=1e-14)
+    assert module.w.grad is not None
+    np.testing.assert_allclose(grads["w"], module.w.grad, rtol=1e-14)

@@ -282,7 +282,15 @@ def by_products(self: Any, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-@pytest.mark.parametrize("fn", [by_equal_masks, by_products])
+def by_unique(self: Any, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    numbers = torch.stack([mask * torch.arange(ROWS), x.argmax(-1)])
+    values, inverse, counts = torch.unique(numbers, return_inverse=True, return_counts=True)
+    runs, places, lengths = mask.unique_consecutive(return_inverse=True, return_counts=True)
+    per_value = (values * counts + len(values)).to(x)
+    return per_value.sum() * self.w, inverse * x.sum(), (runs / lengths).sum() * self.w, places * self.w.sum()
+
+
+@pytest.mark.parametrize("fn", [by_equal_masks, by_products, by_unique])
 def test_rows_of_masks_that_are_equal_and_products_of_rows(fn: Callable[..., Any]) -> None:
     check(fn, batches_of((ROWS, WIDTH), 1))
 

@@ -34,6 +34,7 @@ from jaxtrain.torch_import.capture.branches import branched
 from jaxtrain.torch_import.capture.carried import CARRYING, CarriedError, Carrying, attribute_of
 from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, source_of, spec_of
 from jaxtrain.torch_import.capture.copying import own_tensors
+from jaxtrain.torch_import.capture.counted import Counts
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
 from jaxtrain.torch_import.capture.gradients import refuse_lost_gradients, refuse_saved_results, unused_parameters
 from jaxtrain.torch_import.capture.in_float64 import in_float64
@@ -91,6 +92,7 @@ def capture(
     assigned = set[str]()
     unused: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
+    counts = Counts()
     carried = {attribute.path for attribute in structure.carried}
     computes_numbers = any(leaf.kind is not torch.Tensor for x in structure.carried for leaf in x.leaves)
 
@@ -109,7 +111,7 @@ def capture(
         for name in frozen:
             copy.module.get_parameter(name).requires_grad_(False)
         carrying = Carrying(structure.carried, structure.mode, converted_to(structure, dtype))
-        questions = Questions(example, answers, path)
+        questions = Questions(example, answers, path, counts)
         return _Forward(copy.module, flat, Placing(copy, structure.originals), questions, carrying)
 
     def run(module: torch.nn.Module, leaves: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
@@ -227,7 +229,8 @@ def capture(
             before = computes_numbers
             computes_numbers = before or names_numbers(_functions(structure.module, call))
             frozen = _without_gradient(forward(), run_once)
-            if not frozen and before == computes_numbers:
+            counts.are_read = counts.are_needed
+            if not frozen and before == computes_numbers and not counts.are_read:
                 raise
             if (captured := _again(attempt)) is not None:
                 return captured

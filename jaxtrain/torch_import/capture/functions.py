@@ -1,6 +1,7 @@
 """Functions of PyTorch in a form that a graph can contain."""
 
 import math
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from torch.nn import _reduction
 
 from jaxtrain.torch_import.capture.gradients import GRADIENTS
 from jaxtrain.torch_import.capture.packed import PACKED
-from jaxtrain.torch_import.refusals import refusal, source_line
+from jaxtrain.torch_import.refusals import is_internal, refusal, source_line
 
 _LIBRARY = torch.library.Library("jaxtrain", "FRAGMENT")
 _LIBRARY.define(
@@ -180,6 +181,16 @@ def _item(self: torch.Tensor) -> Any:
 _number = torch.Tensor.item
 
 
+def _as_strided(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
+    """`Tensor.as_strided`, called by the user, of the tensor with its axes in the order of its storage."""
+    if not is_internal(sys._getframe(1).f_code.co_filename):
+        self = self.permute(sorted(range(self.ndim), key=lambda i: (-self.stride()[i], -self.shape[i])))
+    return _strided(self, size, stride, storage_offset)
+
+
+_strided: Callable[..., torch.Tensor] = torch.Tensor.as_strided
+
+
 def _register_hook(self: torch.Tensor, hook: Any) -> Any:
     stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
     raise refusal(
@@ -227,6 +238,7 @@ FUNCTIONS: tuple[tuple[Any, str, Any], ...] = (
     (torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
     (torch.nn.Module, "_apply", _converted),
     (torch.Tensor, "fill_diagonal_", _fill_diagonal_),
+    (torch.Tensor, "as_strided", _as_strided),
     (torch.Tensor, "item", _item),
     (torch.Tensor, "data", _Data()),
     (torch.Tensor, "register_hook", _register_hook),

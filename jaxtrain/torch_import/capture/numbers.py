@@ -4,7 +4,6 @@ While a module is traced such a number has no value. It is a `Number`: a tensor 
 `n += 1` is another number. Slices may start at one if their length is known, as in `queue[:, n : n + 4]`.
 """
 
-import builtins
 import contextlib
 import math
 import traceback
@@ -130,7 +129,7 @@ def _operands(a: Any, b: Any, in_double: bool) -> Any:
     return [x.tensor.to(dtype) if isinstance(x, Number) else torch.full((), x, dtype=dtype) for x in (a, b)]
 
 
-def _arithmetic(fn: Callable[..., Any], *, in_double: bool = False) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def arithmetic(fn: Callable[..., Any], *, in_double: bool = False) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return a method of two numbers, or of a number and a tensor, and the one of reflected arguments."""
 
     def called(a: Any, b: Any) -> Any:
@@ -152,11 +151,11 @@ for _name, _fn, _is_double in (
     ("floordiv", torch.floor_divide, False),
     ("mod", torch.remainder, False),
 ):
-    _plain, _reflected = _arithmetic(_fn, in_double=_is_double)
+    _plain, _reflected = arithmetic(_fn, in_double=_is_double)
     setattr(Number, f"__{_name}__", _plain)
     setattr(Number, f"__r{_name}__", _reflected)
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Number, f"__{_name}__", _arithmetic(getattr(torch, _name))[0])
+    setattr(Number, f"__{_name}__", arithmetic(getattr(torch, _name))[0])
 
 
 def _sum(a: Number, b: Any, sign: int) -> Any:
@@ -173,13 +172,13 @@ def _sum(a: Number, b: Any, sign: int) -> Any:
 
 def _power(a: Any, b: Any) -> Any:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return _arithmetic(torch.pow)[0](a, b)
+        return arithmetic(torch.pow)[0](a, b)
     integers = isinstance(a, Number) and a.kind is int and type(b) is int and b >= 0
     operands = _operands(a, b, not integers)
     return NotImplemented if operands is None else Number(torch.pow(*operands))
 
 
-def _is_unknown(x: Any) -> bool:
+def is_unknown(x: Any) -> bool:
     """Return whether a value is a number, or the tensor of one, that is not known while a module is traced."""
     if isinstance(x, torch.Tensor):
         return isinstance(x, FakeTensor) and x.numel() == 1 and known_value(x) is None and not x.is_complex()
@@ -202,7 +201,7 @@ class _Kind(type):
     python: type
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and _is_unknown(args[0]):
+        if len(args) == 1 and not kwargs and is_unknown(args[0]):
             return _converted(args[0], cls.python)
         return cls.python(*args, **kwargs)
 
@@ -227,33 +226,7 @@ class _Float(float, metaclass=_Kind):
     python = float
 
 
-def _chosen(choose: Callable[..., Any], of_two: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `min` or `max` that also takes numbers without a value."""
-
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        values = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
-        if kwargs or len(values) < 2 or not any(map(_is_unknown, values)):
-            return choose(*args, **kwargs)
-        found = values[0]
-        for x in values[1:]:
-            found = _arithmetic(of_two)[0](*(_tensor(y, (found, x)) for y in (found, x)))
-        return found
-
-    return chosen
-
-
-def _tensor(x: Any, both: Sequence[Any]) -> Any:
-    """Return a Python number beside a tensor as a tensor; others as they are."""
-    tensors = [y for y in both if isinstance(y, torch.Tensor)]
-    return torch.full((), x, dtype=tensors[0].dtype) if tensors and isinstance(x, int | float) else x
-
-
-_BUILTINS = {
-    "int": _Int,
-    "float": _Float,
-    "min": _chosen(builtins.min, lambda a, b: torch.where(b < a, b, a)),
-    "max": _chosen(builtins.max, lambda a, b: torch.where(b > a, b, a)),
-}
+_BUILTINS: dict[str, Any] = {"int": _Int, "float": _Float}
 """What the user's files see in the place of Python's own."""
 
 
@@ -262,7 +235,7 @@ def _of_math(name: str) -> Callable[..., Any]:
     plain, of_tensor = getattr(math, name), getattr(torch, name)
 
     def function(*args: Any) -> Any:
-        if not any(map(_is_unknown, args)):
+        if not any(map(is_unknown, args)):
             return plain(*args)
         return Number(of_tensor(*map(_in_double, args)))
 
@@ -270,7 +243,7 @@ def _of_math(name: str) -> Callable[..., Any]:
 
 
 def _in_double(x: Any) -> torch.Tensor:
-    return _converted(x, float).tensor if _is_unknown(x) else torch.full((), float(x), dtype=torch.float64)
+    return _converted(x, float).tensor if is_unknown(x) else torch.full((), float(x), dtype=torch.float64)
 
 
 _MATH = (
@@ -365,7 +338,7 @@ def _rows(x: torch.Tensor, axis: int, places: torch.Tensor) -> torch.Tensor:
 def _item(self: torch.Tensor) -> Any:
     """`Tensor.item` of an integer; that of a floating-point number is a tensor already."""
     is_integer = isinstance(self, FakeTensor) and not self.is_floating_point() and self.dtype is not torch.bool
-    return _converted(self, int) if is_integer and _is_unknown(self) else _number(self)
+    return _converted(self, int) if is_integer and is_unknown(self) else _number(self)
 
 
 _full, _new = torch.full, torch.tensor
@@ -400,7 +373,7 @@ def numbers(functions: Sequence[FunctionType]) -> Iterator[None]:
     """Let functions of the user compute with numbers without a value while entered.
 
     Args:
-      functions: Functions, whose files see `int`, `float`, `min` and `max` that take such numbers.
+      functions: Functions, whose files see `int` and `float` that take such numbers.
     """
     global _number
     files = {id(fn.__globals__): fn.__globals__ for fn in functions if not is_library(fn.__code__.co_filename)}

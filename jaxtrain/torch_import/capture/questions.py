@@ -6,10 +6,11 @@ other batch: the tensor that was asked is a result of the graph, beside the answ
 """
 
 import contextlib
+import functools
+import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, NamedTuple
 
 import sympy
@@ -23,6 +24,7 @@ from torch.utils import _pytree
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from jaxtrain.torch_import.capture.counted import Counts, has_enough, is_counted, scatters, selected
 from jaxtrain.torch_import.capture.custom_gradients import Call
 from jaxtrain.torch_import.capture.eager import Unevaluated, draws, is_of_floats, untraced, value_of, writes
 from jaxtrain.torch_import.capture.gradients import user_line
@@ -73,6 +75,12 @@ class Question(NamedTuple):
         return self.number(value) != self.answer
 
 
+class _OfNumbers(PythonReferenceAnalysis):
+    """Functions of symbolic numbers; PyTorch's own gives an expression for a quotient of integers."""
+
+    int_truediv = staticmethod(operator.truediv)
+
+
 class Questions(TorchFunctionMode):
     """Answers the questions of a forward pass.
 
@@ -80,6 +88,7 @@ class Questions(TorchFunctionMode):
       example: Returns the example; None where a question has no answer.
       answers: What the same pass read when it was traced, for one that is not; None for one that is.
       path: The answers to the first conditions, whatever they are for the example.
+      counts: What the module needs to know of the numbers of selected rows.
 
     Attributes:
       asked: The questions so far, each once.
@@ -93,8 +102,10 @@ class Questions(TorchFunctionMode):
         example: Callable[[], Example | None] = lambda: None,
         answers: Sequence[Any] | None = None,
         path: Sequence[bool] = (),
+        counts: Counts | None = None,
     ) -> None:
         super().__init__()
+        self.counts = Counts() if counts is None else counts
         self.asked: list[Question] = []
         self.is_unanswered = False
         self.answers: list[Any] = []
@@ -115,9 +126,9 @@ class Questions(TorchFunctionMode):
         self._replayed = iter(self._given_answers or ()) if mode is None else None
         if mode is not None:
             for name, x in tensors.items():
-                self._place(x, partial(_tensor_of, name))
+                self._place(x, functools.partial(_tensor_of, name))
             for i, x in enumerate(leaves):
-                self._place(x, partial(_leaf_of, i))
+                self._place(x, functools.partial(_leaf_of, i))
         token = _ASKED.set(self)
         try:
             with self:
@@ -146,6 +157,11 @@ class Questions(TorchFunctionMode):
         if name == "repeat_interleave" and (counts := _counts(args, kwargs)) is not None:
             rows = self._read(counts.sum(), int)
             return func(*args, **kwargs) if rows is None else func(*args, **kwargs, output_size=rows)
+        if func is torch.tensor and isinstance(args[0], list | tuple) and any(map(_is_unknown, _leaves(args[0]))):
+            return _stacked(args[0]).to(kwargs.get("dtype") or _dtype_of(_leaves(args[0])))
+        if name == "narrow" and len(args) > 2 and _is_unknown(args[2]):
+            start = self._read(args[2], int)
+            return func(*args, **kwargs) if start is None else func(*args[:2], start, *args[3:], **kwargs)
         if name not in _READING or not _is_unknown(args[0]):
             return func(*args, **kwargs)
         if self._replayed is not None and (answer := next(self._replayed, None)) is not None:
@@ -167,6 +183,12 @@ class Questions(TorchFunctionMode):
         """Return the value of a tensor of one element; None if it is not known."""
         if self._replayed is not None and (answer := next(self._replayed, None)) is not None:
             return answer
+        answer = self._answer(x, convert)
+        if answer is not None:
+            self._reads.append(answer)
+        return answer
+
+    def _answer(self, x: torch.Tensor, convert: Callable[[Any], Any]) -> Any:
         node = self._node_of(x)
         # A tensor may be changed in place after it was asked.
         key = node, convert, 0 if node is None else writes(node.graph)
@@ -181,8 +203,15 @@ class Questions(TorchFunctionMode):
             floats = is_of_floats([node])
             self.asked.append(Question(_asked(x, convert), answer, user_line(), floats, is_branch, is_random))
             self._known[key] = answer
-        self._reads.append(self._known[key])
         return self._known[key]
+
+    def counted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operation that selects rows by a mask with as many rows as for the example."""
+        return selected(func, args, kwargs, functools.partial(self._answer, convert=int))
+
+    def assume(self, condition: torch.Tensor) -> None:
+        """Assume a condition that holds for the example."""
+        self._answer(condition, bool)
 
     def _on_path(self, answer: bool) -> bool:
         """Return the answer to the next condition."""
@@ -237,7 +266,7 @@ class Questions(TorchFunctionMode):
         expr = expr.xreplace({sympy.Ne(symbol, 1): sympy.Not(x) for symbol, x in conditions.items()})
         numbers |= {name: numbers[symbol] for symbol, name in conditions.items()}
         try:
-            yield question._replace(value=sympy_interp(PythonReferenceAnalysis, numbers, expr))
+            yield question._replace(value=sympy_interp(_OfNumbers, numbers, expr))
         except Exception:  # any of an expression that has no function: then all that is in it is as for the example
             for symbol, node in nodes.items():
                 if symbol in question.value.free_symbols:
@@ -297,13 +326,13 @@ class Questions(TorchFunctionMode):
 
     def _value(self, node: torch.fx.Node) -> Any:
         """Return what a node of one element computes for the example; None if that is not known."""
-        return untraced(partial(self._evaluated, node))
+        return untraced(functools.partial(self._evaluated, node))
 
     def _evaluated(self, node: torch.fx.Node) -> Any:
         example = self._example()
         if example is None:
             return None
-        given = {placeholder: partial(read, example) for placeholder, read in self._placeholders.items()}
+        given = {placeholder: functools.partial(read, example) for placeholder, read in self._placeholders.items()}
         try:
             value = value_of(node, given, self._tracer.root, self.calls)
         except Unevaluated:
@@ -346,6 +375,30 @@ def _counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | No
     """Return the tensor of how often `torch.repeat_interleave` repeats, if it tells the size of the result alone."""
     counts = kwargs.get("repeats", args[1] if len(args) > 1 else args[0] if args else None)
     return counts if _is_unknown(counts) and kwargs.get("output_size") is None else None
+
+
+def _leaves(data: Any) -> list[Any]:
+    """Return the tensors and numbers of nested lists."""
+    return [x for part in data for x in _leaves(part)] if isinstance(data, list | tuple) else [data]
+
+
+def _stacked(data: Any) -> torch.Tensor:
+    """Return nested lists of tensors and numbers as a tensor without a gradient, in a dtype that all of them have."""
+    if not isinstance(data, list | tuple):
+        return data.detach() if isinstance(data, torch.Tensor) else torch.tensor(data)
+    parts = [_stacked(part) for part in data]
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in parts))
+    return torch.stack([x.to(dtype) for x in parts])
+
+
+def _dtype_of(leaves: Sequence[Any]) -> torch.dtype:
+    """Return the dtype of a tensor of the values of tensors and numbers, which are Python numbers to `torch.tensor`."""
+    dtypes = [x.dtype if isinstance(x, torch.Tensor) else torch.tensor(x).dtype for x in leaves]
+    if any(x.is_complex for x in dtypes):
+        return torch.complex128 if torch.get_default_dtype() is torch.float64 else torch.complex64
+    if any(x.is_floating_point for x in dtypes):
+        return torch.get_default_dtype()
+    return torch.bool if {*dtypes} == {torch.bool} else torch.int64
 
 
 def _is_condition(x: Any) -> bool:
@@ -391,10 +444,21 @@ def _is_users() -> bool:
     return frame is not None and not is_internal(frame.f_code.co_filename)
 
 
+def _hash(self: torch.SymInt) -> int:
+    """`SymInt.__hash__`, which raises: of the key of a dict that is a number of a tensor."""
+    asked = _ASKED.get()
+    value = None if asked is None else asked.of_expression(self.node.expr)
+    return _hash_of(self) if value is None else hash(int(value))
+
+
+_hash_of = torch.SymInt.__hash__
+
+
 def _deferred(self: ShapeEnv, orig_expr: Any, *args: Any, **kwargs: Any) -> bool:
     """`ShapeEnv.guard_or_defer_runtime_assert`, by which `torch._check` asserts what is not known."""
     asked = _ASKED.get()
     if asked is not None and self._maybe_evaluate_static(orig_expr) is None:
+        asked.counts.note(self, orig_expr)
         value = asked.of_expression(orig_expr)
         if value is not None and not value:
             raise refusal("a check fails on the example", "give an example that the module takes", user_line())
@@ -404,11 +468,23 @@ def _deferred(self: ShapeEnv, orig_expr: Any, *args: Any, **kwargs: Any) -> bool
 
 
 def _dispatched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """The dispatch of operations to the graph that is traced, with numbers for symbolic sizes."""
+    """The dispatch of operations to the graph that is traced, with numbers for symbolic sizes and counts."""
     asked = _ASKED.get()
+    if asked is not None and is_counted(func, args, are_read=asked.counts.are_read):
+        with self:
+            return asked.counted(func, args, kwargs or {})
+    if asked is not None and scatters(func, args):
+        with self:
+            asked.assume(has_enough(*args))
     if asked is not None and any(isinstance(x, torch.SymInt) for x in _pytree.tree_leaves((args, kwargs))):
         args, kwargs = asked.with_sizes(func, args, kwargs or {})
     return _dispatch(self, func, types, args, kwargs)
+
+
+def need_counts() -> None:
+    """Note that the pass that is traced needs the numbers of selected rows."""
+    if (asked := _ASKED.get()) is not None:
+        asked.counts.are_needed = True
 
 
 def _assert_async(cond: torch.Tensor, message: str = "") -> None:
@@ -421,6 +497,7 @@ QUESTIONS: tuple[tuple[Any, str, Any], ...] = (
     (ShapeEnv, "_evaluate_expr", _evaluated),
     (ShapeEnv, "guard_or_defer_runtime_assert", _deferred),
     (ProxyTorchDispatchMode, "__torch_dispatch__", _dispatched),
+    (torch.SymInt, "__hash__", _hash),
     (torch, "_assert_async", _assert_async),
 )
 """Replacements while a module is traced: owner, name and value."""

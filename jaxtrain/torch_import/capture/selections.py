@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.known_values import is_mask
-from jaxtrain.torch_import.capture.questions import user_condition
+from jaxtrain.torch_import.capture.questions import need_counts, user_condition
 from jaxtrain.torch_import.refusals import is_internal, refusal, source_line
 from jaxtrain.torch_import.selected_rows import prime
 
@@ -353,6 +353,7 @@ def _decided(read: Callable[[Any], bool]) -> Callable[[Any], bool]:
             return read(self)
         answer = _row_questions[-1].answer(expression)
         if answer is None:
+            need_counts()
             raise refusal(
                 "forward decides by the number of rows that a mask selects",
                 "compare it with 0 alone, or use torch.where",
@@ -411,6 +412,8 @@ def _mark(found: torch.Tensor, mask: torch.Tensor) -> None:
 def _iterated(self: torch.Tensor) -> Iterator[torch.Tensor]:
     """`Tensor.__iter__`; over the places of a mask, of which each may be one or not."""
     mask, *versions = getattr(self, "_mask", (None,))
+    if mask is None and self.ndim and isinstance(self.shape[0], torch.SymInt):
+        need_counts()
     if mask is None or self.ndim != 2 or versions != [mask._version, self._version]:
         return _iter_of(self)
     return _each_place(mask)
@@ -435,17 +438,6 @@ def _len(x: Any, /) -> Any:
     return _builtin_len(x)
 
 
-def _extreme(builtin: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Return `max` or `min`, of symbols as a symbol."""
-
-    def extreme(*args: Any, **kwargs: Any) -> Any:
-        if _builtin_len(args) == 2 and not kwargs and (type(args[0]) in _NUMBERS or type(args[1]) in _NUMBERS):
-            return symbolic(*args)
-        return builtin(*args, **kwargs)
-
-    return extreme
-
-
 _builtin_len = builtins.len
 SELECTIONS: tuple[tuple[Any, str, Any], ...] = (
     (ShapeEnv, "evaluate_expr", _evaluated),
@@ -458,7 +450,5 @@ SELECTIONS: tuple[tuple[Any, str, Any], ...] = (
     (torch, "where", _where),
     (torch.Tensor, "__iter__", _iterated),
     (builtins, "len", _len),
-    (builtins, "max", _extreme(max, torch.sym_max)),
-    (builtins, "min", _extreme(min, torch.sym_min)),
 )
 """Replacements while a module is traced: owner, name and value."""

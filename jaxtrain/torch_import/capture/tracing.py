@@ -16,6 +16,7 @@ from torch.export import _trace
 
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.bincount import BINCOUNT
+from jaxtrain.torch_import.capture.extremes import EXTREMES
 from jaxtrain.torch_import.capture.finite import AssumedFinite
 from jaxtrain.torch_import.capture.functions import FUNCTIONS
 from jaxtrain.torch_import.capture.known_values import KNOWN_VALUES
@@ -23,7 +24,10 @@ from jaxtrain.torch_import.capture.questions import QUESTIONS
 from jaxtrain.torch_import.capture.reached import GLOBAL, same_state
 from jaxtrain.torch_import.capture.replaced import replaced
 from jaxtrain.torch_import.capture.selections import SELECTIONS
+from jaxtrain.torch_import.capture.unique import UNIQUE
 from jaxtrain.torch_import.refusals import is_internal, refusal, source_line
+
+_REPLACEMENTS = (*FUNCTIONS, *KNOWN_VALUES, *BINCOUNT, *QUESTIONS, *SELECTIONS, *UNIQUE, *EXTREMES)
 
 
 class Traced:
@@ -47,7 +51,7 @@ def tracing() -> Iterator[Traced]:
     unchecked = replaced(torch.distributions.Distribution, "_validate_args", False)
     traced, states = Traced(), [x.state for x in GLOBAL]
     with quiet(), _whole_stack_traces(), _without_randomness(), unchecked, contextlib.ExitStack() as patches:
-        for owner, name, function in (*FUNCTIONS, *KNOWN_VALUES, *BINCOUNT, *QUESTIONS, *SELECTIONS):
+        for owner, name, function in _REPLACEMENTS:
             patches.enter_context(replaced(owner, name, function))
         patches.enter_context(AssumedFinite())
         errors = patches.enter_context(_errors_of_values())
