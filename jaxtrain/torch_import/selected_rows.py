@@ -40,6 +40,10 @@ def prime(i: int) -> int:
     return n
 
 
+class EqualCountsError(UserError):
+    """Two masks are to select the same number of rows, or one a given number, which depends on values."""
+
+
 class Rows(NamedTuple):
     """An axis of selected rows.
 
@@ -131,6 +135,11 @@ class _Rewritten:
         """Return the error of the node that is being added."""
         what = what or f"{self._node.op} of rows that a mask selects, whose number depends on values"
         return refusal(what, _REMEDY, self._node.source)
+
+    def unequal(self) -> EqualCountsError:
+        """Return the error of rows of one mask where as many of another one are needed."""
+        what = "two masks are to select the same number of rows, which depends on values"
+        return EqualCountsError(str(refusal(what, "use one mask", self._node.source)))
 
     def refuse_rows(self, name: str) -> None:
         """Refuse a result of the graph that has as many rows as a mask selects."""
@@ -313,9 +322,7 @@ class _Rewritten:
         size = prod(self.fixed(self.shape(mask)))
         known = self._selections.get(number)
         if known is not None and not self._is_same(known.mask, mask):
-            raise refusal(
-                "two masks are to select the same number of rows, which depends on values", "use one mask", node.source
-            )
+            raise self.unequal()
         if known is None:
             count = self.call("sum.default", (mask,), Spec((), "int64"))
             self._selections[number] = Selection(mask, size, count)
@@ -624,12 +631,26 @@ def _put(to: _Rewritten, node: Node) -> None:
         to.finish()
         return
     new = list(indices)
+    _check_put(to, x, given, values)
     for axis, index in given:
         if to.rows(index):
             new[axis] = _outside(to, x, axis, index)
         else:
             _check_read(to, x, axis, index)
     to.finish((x, tuple(new), values, *rest))
+
+
+def _check_put(to: _Rewritten, x: Any, given: Sequence[tuple[int, Any]], values: Any) -> None:
+    """Refuse values that are not one for each place of an index, nor one for all."""
+    places = [axis for axis, _ in given]
+    axis = places[0] if places[-1] - places[0] < len(places) else 0
+    ndim = max(len(to.shape(index)) for _, index in given)
+    missing = len(to.shape(x)) - len(given) + ndim - len(to.shape(values))
+    for _, index in given:
+        for rows in to.rows(index):
+            place = axis + ndim - len(to.shape(index)) + rows.axis - missing
+            if place >= 0 and to.shape(values)[place] not in (1, rows.number * rows.each):
+                raise to.unequal()
 
 
 @_rule("masked_scatter")
@@ -643,7 +664,10 @@ def _scattered_by_mask(to: _Rewritten, node: Node) -> None:
 @_rule("index_add index_copy index_fill")
 def _put_along(to: _Rewritten, node: Node) -> None:
     x, dim, index, *rest = node.args
-    to.finish((x, dim, _outside(to, x, dim % len(to.shape(x)), index), *rest))
+    axis = dim % len(to.shape(x))
+    if packet_of(node) != "index_fill" and to.shape(rest[0])[axis : axis + 1] != to.shape(index)[:1]:
+        raise to.unequal()
+    to.finish((x, dim, _outside(to, x, axis, index), *rest))
 
 
 @_rule("scatter scatter_add")

@@ -66,7 +66,13 @@ def of_each_value(self: Any, x: Tensor, mask: Tensor) -> Any:
     return y
 
 
-CASES = (viewed, kept_and_masked, by_nonzero, by_where, written, compared, of_each_value)
+def of_two_masks(self: Any, x: Tensor, mask: Tensor) -> Any:
+    y = x.clone()
+    y[mask.flip(0)] = self.inner(x[mask])
+    return y.index_add(0, torch.where(~mask)[0], x[~mask.flip(0)] * self.w)
+
+
+CASES = (viewed, kept_and_masked, by_nonzero, by_where, written, compared, of_each_value, of_two_masks)
 
 
 @pytest.mark.parametrize("fn", CASES)

@@ -356,7 +356,6 @@ REFUSED: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "one row": lambda self, x, mask: (x[mask].squeeze(0).mean(0) * self.w).sum(),
     "squeezed": lambda self, x, mask: (x[mask.nonzero().squeeze()] * self.w).sum(),
     "changed places": lambda self, x, mask: sum((x * i * self.w).sum() for i in mask.nonzero().add_(1)) + self.w.sum(),
-    "two masks": lambda self, x, mask: (x[mask] * x[x[:, 0] > 0] * self.w).sum(),
     "view": lambda self, x, mask: (x[mask].reshape(WIDTH, -1) * 2).sum(1) * self.w,
     "repeated": lambda self, x, mask: (x[mask].repeat(2, 1) * self.w).sum(),
     "batch norm": lambda self, x, mask: F.batch_norm(x[mask] * self.w, None, None, training=True).pow(3).sum(),

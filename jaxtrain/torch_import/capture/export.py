@@ -52,7 +52,7 @@ from jaxtrain.torch_import.graph import Captured, ModuleCall, Spec, read_state
 from jaxtrain.torch_import.insertion_order import check_keys
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import first_line, refusal, source_line
-from jaxtrain.torch_import.selected_rows import with_selected_rows
+from jaxtrain.torch_import.selected_rows import EqualCountsError, with_selected_rows
 from jaxtrain.torch_import.skipped import is_without_effect
 
 Origins = Mapping[str, tuple[ModuleCall, ...]]
@@ -225,11 +225,11 @@ def capture(
             return attempt()
         except CarriedError:
             raise
-        except Exception:
+        except Exception as error:
             before = computes_numbers
             computes_numbers = before or names_numbers(_functions(structure.module, call))
             frozen = _without_gradient(forward(), run_once)
-            counts.are_read = counts.are_needed
+            counts.are_read = counts.are_needed or isinstance(error, EqualCountsError)
             if not frozen and before == computes_numbers and not counts.are_read:
                 raise
             if (captured := _again(attempt)) is not None:

@@ -353,7 +353,8 @@ def _decided(read: Callable[[Any], bool]) -> Callable[[Any], bool]:
             return read(self)
         answer = _row_questions[-1].answer(expression)
         if answer is None:
-            need_counts()
+            if isinstance(expression, sympy.Eq | sympy.Ne):
+                need_counts()
             raise refusal(
                 "forward decides by the number of rows that a mask selects",
                 "compare it with 0 alone, or use torch.where",
