@@ -64,30 +64,30 @@ def _transformer(name: str, config: str, inputs: Callable[[int], dict[str, np.nd
     return Family(module, inputs)
 
 
-def _tokens(seed: int, name: str = "input_ids") -> dict[str, np.ndarray]:
+def tokens_of(seed: int, name: str = "input_ids") -> dict[str, np.ndarray]:
     return {name: np.random.default_rng(seed).integers(3, VOCABULARY, (ROWS, LENGTH))}
 
 
-def _padded(seed: int) -> dict[str, np.ndarray]:
+def padded_of(seed: int) -> dict[str, np.ndarray]:
     mask = np.ones((ROWS, LENGTH), np.int64)
     mask[1, -3:] = 0
-    return {**_tokens(seed), "attention_mask": mask}
+    return {**tokens_of(seed), "attention_mask": mask}
 
 
 def _pairs(seed: int) -> dict[str, np.ndarray]:
-    return {**_tokens(seed), **_tokens(seed + 1, "decoder_input_ids")}
+    return {**tokens_of(seed), **tokens_of(seed + 1, "decoder_input_ids")}
 
 
-def _images(seed: int) -> dict[str, np.ndarray]:
-    return {"pixel_values": _normal(seed, ROWS, 3, 16, 16)}
+def images_of(seed: int) -> dict[str, np.ndarray]:
+    return {"pixel_values": normal_of(seed, ROWS, 3, 16, 16)}
 
 
-def _normal(seed: int, *shape: int) -> np.ndarray:
+def normal_of(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def _decoder(family: str, **options: Any) -> Family:
-    return _transformer(f"{family}ForCausalLM", f"{family}Config", _tokens, **{**GROUPED, **options})
+    return _transformer(f"{family}ForCausalLM", f"{family}Config", tokens_of, **{**GROUPED, **options})
 
 
 def _plain(make: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> Family:
@@ -108,13 +108,13 @@ def _plain(make: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> Family:
 
     return Family(
         lambda: Positional().train(),
-        lambda seed: {f"x{i}": _normal(seed + i, *shape) for i, shape in enumerate(shapes)},
+        lambda seed: {f"x{i}": normal_of(seed + i, *shape) for i, shape in enumerate(shapes)},
     )
 
 
 def _features(*shape: int) -> Callable[[int], dict[str, np.ndarray]]:
     """Inputs of a speech model that takes features, with tokens for its decoder."""
-    return lambda seed: {"input_features": _normal(seed, ROWS, *shape), **_tokens(seed, "decoder_input_ids")}
+    return lambda seed: {"input_features": normal_of(seed, ROWS, *shape), **tokens_of(seed, "decoder_input_ids")}
 
 
 def _with_images(name: str, config: str, text: str, vision: str, **options: Any) -> Family:
@@ -123,10 +123,10 @@ def _with_images(name: str, config: str, text: str, vision: str, **options: Any)
     images = {"model_type": vision, **VISION}
 
     def inputs(seed: int) -> dict[str, np.ndarray]:
-        tokens = np.minimum(_tokens(seed)["input_ids"], IMAGE_TOKEN - 1)
+        tokens = np.minimum(tokens_of(seed)["input_ids"], IMAGE_TOKEN - 1)
         tokens[:, 1 : 1 + FEATURES] = IMAGE_TOKEN
         types = {"token_type_ids": (tokens == IMAGE_TOKEN).astype(np.int64)} if text.startswith("gemma") else {}
-        return {"input_ids": tokens, **_images(seed), **types}
+        return {"input_ids": tokens, **images_of(seed), **types}
 
     def module() -> nn.Module:
         made = getattr(transformers, config)(
@@ -166,17 +166,17 @@ def _image_network() -> nn.Module:
 
 FAMILIES: dict[str, Family] = {
     "gpt2": _transformer(
-        *("GPT2LMHeadModel", "GPT2Config", _tokens),
+        *("GPT2LMHeadModel", "GPT2Config", tokens_of),
         **{"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 32, "use_cache": False},
     ),
     "llama": _decoder("Llama"),
-    "bert": _transformer("BertForMaskedLM", "BertConfig", _padded, **TEXT),
+    "bert": _transformer("BertForMaskedLM", "BertConfig", padded_of, **TEXT),
     "t5": _transformer(
         *("T5ForConditionalGeneration", "T5Config", _pairs),
         **{"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
         use_cache=False,
     ),
-    "vit": _transformer("ViTForImageClassification", "ViTConfig", _images, **VISION, hidden_dropout_prob=0.1),
+    "vit": _transformer("ViTForImageClassification", "ViTConfig", images_of, **VISION, hidden_dropout_prob=0.1),
     "image_network": _plain(_image_network, (ROWS, 4, 8, 8)),
     "lstm": _plain(lambda: nn.LSTM(8, 8, 2, dropout=0.1, bidirectional=True, batch_first=True), (ROWS, 5, 8)),
     "transformer": _plain(
@@ -187,7 +187,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": _decoder("Qwen3", head_dim=8),
     "gemma": _decoder("Gemma", head_dim=8),
     "gemma2": _decoder("Gemma2", head_dim=8, sliding_window=4),
-    "gemma3": _transformer("Gemma3ForCausalLM", "Gemma3TextConfig", _tokens, **GROUPED, head_dim=8, sliding_window=4),
+    "gemma3": _transformer("Gemma3ForCausalLM", "Gemma3TextConfig", tokens_of, **GROUPED, head_dim=8, sliding_window=4),
     "phi3": _decoder("Phi3"),
     "olmo2": _decoder("Olmo2"),
     "granite": _decoder("Granite"),
@@ -195,35 +195,41 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": _decoder("Starcoder2"),
     "stablelm": _decoder("StableLm"),
     "mixtral": _decoder("Mixtral", num_local_experts=4),
-    "qwen3_moe": _transformer("Qwen3MoeForCausalLM", "Qwen3MoeConfig", _tokens, **EXPERTS, head_dim=8),
-    "gpt_neox": _transformer("GPTNeoXForCausalLM", "GPTNeoXConfig", _tokens, **TEXT, use_cache=False),
+    "qwen3_moe": _transformer("Qwen3MoeForCausalLM", "Qwen3MoeConfig", tokens_of, **EXPERTS, head_dim=8),
+    "gpt_neox": _transformer("GPTNeoXForCausalLM", "GPTNeoXConfig", tokens_of, **TEXT, use_cache=False),
     "opt": _transformer(
-        *("OPTForCausalLM", "OPTConfig", _tokens),
+        *("OPTForCausalLM", "OPTConfig", tokens_of),
         **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4},
         **{"ffn_dim": 48, "word_embed_proj_dim": WIDTH, "max_position_embeddings": 32, "use_cache": False},
     ),
     "mamba": _transformer(
-        *("MambaForCausalLM", "MambaConfig", _tokens),
+        *("MambaForCausalLM", "MambaConfig", tokens_of),
         **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4, "use_cache": False},
     ),
-    "roberta": _transformer("RobertaForMaskedLM", "RobertaConfig", _padded, **TEXT),
-    "albert": _transformer("AlbertForMaskedLM", "AlbertConfig", _padded, **TEXT, embedding_size=16),
+    "roberta": _transformer("RobertaForMaskedLM", "RobertaConfig", padded_of, **TEXT),
+    "albert": _transformer("AlbertForMaskedLM", "AlbertConfig", padded_of, **TEXT, embedding_size=16),
     "distilbert": _transformer(
-        *("DistilBertForMaskedLM", "DistilBertConfig", _padded),
+        *("DistilBertForMaskedLM", "DistilBertConfig", padded_of),
         **{"vocab_size": VOCABULARY, "dim": WIDTH, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
         max_position_embeddings=32,
     ),
-    "electra": _transformer("ElectraForMaskedLM", "ElectraConfig", _padded, **TEXT, embedding_size=16),
+    "electra": _transformer("ElectraForMaskedLM", "ElectraConfig", padded_of, **TEXT, embedding_size=16),
     "modernbert": _transformer(
-        "ModernBertForMaskedLM", "ModernBertConfig", _padded, **TEXT, cls_token_id=1, sep_token_id=2, local_attention=4
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        padded_of,
+        **TEXT,
+        cls_token_id=1,
+        sep_token_id=2,
+        local_attention=4,
     ),
-    "dinov2": _transformer("Dinov2ForImageClassification", "Dinov2Config", _images, **VISION),
+    "dinov2": _transformer("Dinov2ForImageClassification", "Dinov2Config", images_of, **VISION),
     "convnext": _transformer(
-        *("ConvNextForImageClassification", "ConvNextConfig", _images),
+        *("ConvNextForImageClassification", "ConvNextConfig", images_of),
         **{"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 2, "image_size": 16},
     ),
     "resnet": _transformer(
-        *("ResNetForImageClassification", "ResNetConfig", _images),
+        *("ResNetForImageClassification", "ResNetConfig", images_of),
         **{"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic"},
     ),
     "gru": _plain(lambda: nn.GRU(8, 8, 2, bidirectional=True, batch_first=True), (ROWS, 5, 8)),
@@ -233,48 +239,48 @@ FAMILIES: dict[str, Family] = {
     "smollm3": _decoder("SmolLM3"),
     "phi": _decoder("Phi", num_key_value_heads=4),
     "deepseek_v3": _transformer(
-        *("DeepseekV3ForCausalLM", "DeepseekV3Config", _tokens),
+        *("DeepseekV3ForCausalLM", "DeepseekV3Config", tokens_of),
         **{**GROUPED, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1},
         **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16},
         **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1},
     ),
     "falcon": _transformer(
-        *("FalconForCausalLM", "FalconConfig", _tokens),
+        *("FalconForCausalLM", "FalconConfig", tokens_of),
         **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4},
         **{"use_cache": False, "hidden_dropout": 0.1},
     ),
     "gpt_neo": _transformer(
-        *("GPTNeoForCausalLM", "GPTNeoConfig", _tokens),
+        *("GPTNeoForCausalLM", "GPTNeoConfig", tokens_of),
         **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_layers": 2, "num_heads": 4, "window_size": 4},
         **{"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 32, "use_cache": False},
     ),
     "gptj": _transformer(
-        *("GPTJForCausalLM", "GPTJConfig", _tokens),
+        *("GPTJForCausalLM", "GPTJConfig", tokens_of),
         **{"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 32, "rotary_dim": 4},
         **{"use_cache": False, "resid_pdrop": 0.1},
     ),
     "bloom": _transformer(
-        *("BloomForCausalLM", "BloomConfig", _tokens),
+        *("BloomForCausalLM", "BloomConfig", tokens_of),
         **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_layer": 2, "n_head": 4, "use_cache": False},
         hidden_dropout=0.1,
     ),
     "mamba2": _transformer(
-        *("Mamba2ForCausalLM", "Mamba2Config", _tokens),
+        *("Mamba2ForCausalLM", "Mamba2Config", tokens_of),
         **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8},
         **{"head_dim": 8, "n_groups": 2, "chunk_size": 4, "use_cache": False},
     ),
     "rwkv": _transformer(
-        *("RwkvForCausalLM", "RwkvConfig", _tokens),
+        *("RwkvForCausalLM", "RwkvConfig", tokens_of),
         **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "use_cache": False},
     ),
     "deberta_v2": _transformer(
-        *("DebertaV2ForMaskedLM", "DebertaV2Config", _padded),
+        *("DebertaV2ForMaskedLM", "DebertaV2Config", padded_of),
         **{**TEXT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
         **{"norm_rel_ebd": "layer_norm", "share_att_key": True},
     ),
-    "mpnet": _transformer("MPNetForMaskedLM", "MPNetConfig", _padded, **TEXT),
+    "mpnet": _transformer("MPNetForMaskedLM", "MPNetConfig", padded_of, **TEXT),
     "xlnet": _transformer(
-        *("XLNetLMHeadModel", "XLNetConfig", _tokens),
+        *("XLNetLMHeadModel", "XLNetConfig", tokens_of),
         **{
             "vocab_size": VOCABULARY,
             "d_model": WIDTH,
@@ -285,7 +291,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "fnet": _transformer(
-        *("FNetForMaskedLM", "FNetConfig", _tokens),
+        *("FNetForMaskedLM", "FNetConfig", tokens_of),
         **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "intermediate_size": 48},
         max_position_embeddings=32,
     ),
@@ -295,9 +301,9 @@ FAMILIES: dict[str, Family] = {
         **{**ENCODER_DECODER, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16},
         dropout=0.1,
     ),
-    "clip": Family(_clip, lambda seed: {**_padded(seed), **_images(seed)}),
+    "clip": Family(_clip, lambda seed: {**padded_of(seed), **images_of(seed)}),
     "wav2vec2": _transformer(
-        *("Wav2Vec2ForCTC", "Wav2Vec2Config", lambda seed: {"input_values": _normal(seed, ROWS, 400)}),
+        *("Wav2Vec2ForCTC", "Wav2Vec2Config", lambda seed: {"input_values": normal_of(seed, ROWS, 400)}),
         **{**TEXT, "conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2},
         **{"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0, "mask_time_prob": 0.0},
     ),
@@ -306,32 +312,34 @@ FAMILIES: dict[str, Family] = {
         *("Gemma3ForConditionalGeneration", "Gemma3Config", "gemma3_text", "siglip_vision_model"),
         mm_tokens_per_image=FEATURES,
     ),
-    "deit": _transformer("DeiTForImageClassification", "DeiTConfig", _images, **VISION, hidden_dropout_prob=0.1),
-    "beit": _transformer("BeitForImageClassification", "BeitConfig", _images, **VISION, hidden_dropout_prob=0.1),
-    "siglip_vision": _transformer("SiglipVisionModel", "SiglipVisionConfig", _images, **VISION, attention_dropout=0.1),
+    "deit": _transformer("DeiTForImageClassification", "DeiTConfig", images_of, **VISION, hidden_dropout_prob=0.1),
+    "beit": _transformer("BeitForImageClassification", "BeitConfig", images_of, **VISION, hidden_dropout_prob=0.1),
+    "siglip_vision": _transformer(
+        "SiglipVisionModel", "SiglipVisionConfig", images_of, **VISION, attention_dropout=0.1
+    ),
     "swin": _transformer(
-        *("SwinForImageClassification", "SwinConfig", _images),
+        *("SwinForImageClassification", "SwinConfig", images_of),
         **{"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
     ),
     "segformer": _transformer(
-        *("SegformerForImageClassification", "SegformerConfig", _images),
+        *("SegformerForImageClassification", "SegformerConfig", images_of),
         **{"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32]},
         **{"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [2, 2], "mlp_ratios": [2, 2]},
     ),
     # With two rows BatchNorm's last layers have few values: PyTorch's own runs from weights one ulp off part.
     "mobilenet_v2": _transformer(
         *("MobileNetV2ForImageClassification", "MobileNetV2Config"),
-        lambda seed: {"pixel_values": _normal(seed, 4 * ROWS, 3, 32, 32)},
+        lambda seed: {"pixel_values": normal_of(seed, 4 * ROWS, 3, 32, 32)},
         **{"depth_multiplier": 0.05, "expand_ratio": 2, "image_size": 32},
     ),
     "hubert": _transformer(
-        *("HubertForCTC", "HubertConfig", lambda seed: {"input_values": _normal(seed, ROWS, 400)}),
+        *("HubertForCTC", "HubertConfig", lambda seed: {"input_values": normal_of(seed, ROWS, 400)}),
         **{**TEXT, "conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2},
         **{"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0, "mask_time_prob": 0.0},
     ),
     "timesformer": _transformer(
         *("TimesformerForVideoClassification", "TimesformerConfig"),
-        lambda seed: {"pixel_values": _normal(seed, ROWS, 2, 3, 16, 16)},
+        lambda seed: {"pixel_values": normal_of(seed, ROWS, 2, 3, 16, 16)},
         **{**VISION, "num_frames": 2, "hidden_dropout_prob": 0.1},
     ),
 }
