@@ -76,7 +76,9 @@ def test_a_mask_with_another_number_of_places_is_not_silent() -> None:
     with jax.enable_x64():
         model = from_torch(module, x)
         np.testing.assert_array_equal(model(model.params, x)[0], module(torch.tensor(x)).detach().numpy())
-        assert np.isnan(model(model.params, -x)[0]).all()
+        assert np.isnan(jax.jit(model)(model.params, -x)[0]).all()
+        with pytest.raises(UserError, match=r"reads 1 where it read 3 .*test_indexing\.py"):
+            model(model.params, -x)
 
 
 def test_masks_beside_indices_are_refused() -> None:
