@@ -20,7 +20,9 @@ def launcher(program: str, n: int = 2, grace: float = LONG) -> list[str]:
     """Return a command that launches a Python program `n` times, with the number of the process in `me`."""
     inner = f"import os, signal, sys, time; me = int(os.environ['ME']); {program}"
     outer = (
-        "import os, sys; from jaxtrain.cli.processes import Processes; "
+        # A shell that runs the tests in the background lets them ignore it.
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from jaxtrain.cli.processes import Processes; "
         f"environments = [{{**os.environ, 'ME': str(i), 'PYTHONUNBUFFERED': '1'}} for i in range({n})]; "
         f"sys.exit(Processes([sys.executable, '-c', {inner!r}], environments, {grace}).run().status)"
     )
