@@ -157,6 +157,20 @@ def written_afterwards(x: Tensor, n: Tensor) -> Tensor:
     return x + part.sum(1, keepdim=True) * count.to(x)[:, None]
 
 
+@block([2, 1, 0, 1], [2, 1, 5, 0], [1, 1, 0, 1])
+def key_of_a_dict(x: Tensor, n: Tensor) -> Tensor:
+    functions = {1: torch.sin, 2: torch.cumsum}
+    found, other = n[:2].tolist()
+    return functions[found](x, 1) + functions[other](x)
+
+
+@block([2, 1, 0, 1], [2, 1, 5, 0], [3, 1, 0, 1])
+def gathered_values(x: Tensor, n: Tensor) -> Tensor:
+    weights = torch.tensor([[n[0], n.max() + 1], [0, n[1]]], dtype=x.dtype)
+    small = x.narrow(1, n[0], 2)
+    return x + (small @ weights).sum(1, keepdim=True) + torch.tensor([x.mean()])
+
+
 BRANCHES = {"by_condition", "by_number", "written_afterwards"}
 """Blocks whose condition may be a branch of the graph, as one of the first."""
 

@@ -157,8 +157,9 @@ class Questions(TorchFunctionMode):
         if name == "repeat_interleave" and (counts := _counts(args, kwargs)) is not None:
             rows = self._read(counts.sum(), int)
             return func(*args, **kwargs) if rows is None else func(*args, **kwargs, output_size=rows)
-        if func is torch.tensor and isinstance(args[0], list | tuple) and any(map(_is_unknown, _leaves(args[0]))):
-            return _stacked(args[0]).to(kwargs.get("dtype") or _dtype_of(_leaves(args[0])))
+        if func is torch.tensor and any(map(_is_unknown, _leaves(data := kwargs.get("data", *args)))):
+            x = _stacked(data)
+            return x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
         if name == "narrow" and len(args) > 2 and _is_unknown(args[2]):
             start = self._read(args[2], int)
             return func(*args, **kwargs) if start is None else func(*args[:2], start, *args[3:], **kwargs)
@@ -383,22 +384,16 @@ def _leaves(data: Any) -> list[Any]:
 
 
 def _stacked(data: Any) -> torch.Tensor:
-    """Return nested lists of tensors and numbers as a tensor without a gradient, in a dtype that all of them have."""
+    """`torch.tensor` of nested lists of tensors and numbers: without a gradient, in the dtype that they promote to."""
     if not isinstance(data, list | tuple):
-        return data.detach() if isinstance(data, torch.Tensor) else torch.tensor(data)
-    parts = [_stacked(part) for part in data]
-    dtype = functools.reduce(torch.promote_types, (x.dtype for x in parts))
-    return torch.stack([x.to(dtype) for x in parts])
+        return data.detach().clone() if isinstance(data, torch.Tensor) else torch.tensor(data)
+    dtype = _dtype_of(_leaves(data))
+    return torch.stack([_stacked(part).to(dtype) for part in data])
 
 
 def _dtype_of(leaves: Sequence[Any]) -> torch.dtype:
-    """Return the dtype of a tensor of the values of tensors and numbers, which are Python numbers to `torch.tensor`."""
-    dtypes = [x.dtype if isinstance(x, torch.Tensor) else torch.tensor(x).dtype for x in leaves]
-    if any(x.is_complex for x in dtypes):
-        return torch.complex128 if torch.get_default_dtype() is torch.float64 else torch.complex64
-    if any(x.is_floating_point for x in dtypes):
-        return torch.get_default_dtype()
-    return torch.bool if {*dtypes} == {torch.bool} else torch.int64
+    dtypes = (x.dtype if isinstance(x, torch.Tensor) else torch.tensor(x).dtype for x in leaves)
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _is_condition(x: Any) -> bool:
