@@ -367,3 +367,28 @@ def test_numbers_that_are_returned_are_arrays() -> None:
         assert float(ours["log"][0]) == theirs["log"][0]
         assert int(ours["log"][1]["step"]) == theirs["log"][1]["step"]
         assert ours["rows"] == 4
+
+
+class Queue(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.rows: Tensor
+        self.register_buffer("rows", torch.zeros(8, 3))
+        self.place: Tensor
+        self.register_buffer("place", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = int(self.place)
+        self.rows[place : place + 4] = x.detach()
+        self.place[0] = (place + 4) % 8
+        return self.linear(x) @ self.rows.T
+
+
+def test_an_import_leaves_pytorch_as_it_is() -> None:
+    model = from_torch(Queue(), np.ones((4, 3)))
+    assert not model.assumptions
+    n = torch.arange(3)
+    # Fails once a class of tensors has had a `__getitem__` of its own.
+    assert torch.tensor([n[1], n[2]]).tolist() == [1, 2]
+    assert torch.tensor([[n[1]], [n[2]]]).tolist() == [[1], [2]]

@@ -254,14 +254,14 @@ for _name in ("exp", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "c
     # By these names NumPy calls functions of an object.
     setattr(Number, _name, _of_math(_name))
 
-_get, _set, _number = torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.Tensor.item
+_number = torch.Tensor.item
 
 
 def _getitem(self: torch.Tensor, index: Any) -> Any:
     """`Tensor.__getitem__` with numbers without a value."""
     found = _first_place(self, index)
     if found is None:
-        return _get(self, index)
+        return self[index]
     axis, places, rest = found
     return _getitem(_rows(self, axis, places), rest)
 
@@ -270,12 +270,23 @@ def _setitem(self: torch.Tensor, index: Any, value: Any) -> None:
     """`Tensor.__setitem__` with numbers without a value."""
     found = _first_place(self, index)
     if found is None:
-        _set(self, index, value.like([self]) if isinstance(value, Number) else value)
+        self[index] = value.like([self]) if isinstance(value, Number) else value
         return
     axis, places, rest = found
     rows = _rows(self, axis, places)
     _setitem(rows, rest, value)
     self.index_copy_(axis, _inside(places, self.shape[axis])[0], rows)
+
+
+INDEXING: dict[str, Callable[..., Any]] = {"__getitem__": _getitem, "__setitem__": _setitem}
+"""Methods of tensors that take numbers without a value. A mode calls them: the class of tensors stays as it is, because
+a method of this name that is set and deleted again makes `torch.tensor([x])` fail for tensors without axes."""
+
+
+def indexes_by_number(index: Any, *value: Any) -> bool:
+    """Return whether an index, or a value that is written there, is a number without a value."""
+    items = index if isinstance(index, tuple) else (index,)
+    return any(map(_has_number, items)) or isinstance(value[0] if value else None, Number)
 
 
 def _first_place(x: torch.Tensor, index: Any) -> tuple[int, torch.Tensor, tuple[Any, ...]] | None:
@@ -387,8 +398,7 @@ def numbers(functions: Sequence[FunctionType]) -> Iterator[None]:
             patches.enter_context(replaced(math, name, _of_math(name)))
         before, _number = _number, torch.Tensor.item
         patches.callback(globals().__setitem__, "_number", before)
-        for name, value in {"__getitem__": _getitem, "__setitem__": _setitem, "item": _item}.items():
-            patches.enter_context(replaced(torch.Tensor, name, value))
+        patches.enter_context(replaced(torch.Tensor, "item", _item))
         for name, value in {"full": _filled, "tensor": _made}.items():
             patches.enter_context(replaced(torch, name, value))
         yield

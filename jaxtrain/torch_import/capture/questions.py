@@ -28,6 +28,7 @@ from jaxtrain.torch_import.capture.counted import Counts, has_enough, is_counted
 from jaxtrain.torch_import.capture.custom_gradients import Call
 from jaxtrain.torch_import.capture.eager import Unevaluated, draws, is_of_floats, untraced, value_of, writes
 from jaxtrain.torch_import.capture.gradients import user_line
+from jaxtrain.torch_import.capture.numbers import INDEXING, indexes_by_number
 from jaxtrain.torch_import.refusals import is_internal, refusal
 
 _ATEN = torch.ops.aten
@@ -151,6 +152,8 @@ class Questions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name in INDEXING and indexes_by_number(*args[1:]):
+            return INDEXING[name](*args)
         if name == "one_hot" and args and self._is_without_classes(args, kwargs):
             largest = self._read(args[0].max(), int)
             return func(*args, **kwargs) if largest is None else func(args[0], largest + 1)
