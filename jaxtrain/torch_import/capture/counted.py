@@ -9,15 +9,14 @@ from typing import Any
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from jaxtrain.torch_import.capture.known_values import is_mask, known_value
+from jaxtrain.torch_import.capture.known_values import is_mask, is_unknown
 
 _ATEN = torch.ops.aten
-_PLACES = (_ATEN.nonzero.default, _ATEN.nonzero_numpy.default, _ATEN.where.default)
-_READING = (_ATEN.index.Tensor, _ATEN._unsafe_index.Tensor)
-_WRITING = (_ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._unsafe_index_put.default)
+PLACES = (_ATEN.nonzero.default, _ATEN.nonzero_numpy.default, _ATEN.where.default)
+READING = (_ATEN.index.Tensor, _ATEN._unsafe_index.Tensor)
+WRITING = (_ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._unsafe_index_put.default)
 _SCATTERING = (_ATEN.masked_scatter.default, _ATEN.masked_scatter_.default)
 
 
@@ -47,11 +46,11 @@ def is_counted(func: Any, args: Sequence[Any], *, are_read: bool) -> bool:
       args: Its arguments.
       are_read: Whether the numbers of all selected rows are those of the example.
     """
-    if func in _PLACES:
-        return are_read and len(args) == 1 and _is_unknown(args[0])
-    if func not in (*_READING, *_WRITING) or not any(is_mask(x) and _is_unknown(x) for x in args[1]):
+    if func in PLACES:
+        return are_read and len(args) == 1 and is_unknown(args[0])
+    if func not in (*READING, *WRITING) or not any(is_mask(x) and is_unknown(x) for x in args[1]):
         return False
-    return are_read or (func in _WRITING and _writes_fixed_rows(*args[:3]))
+    return are_read or (func in WRITING and _writes_fixed_rows(*args[:3]))
 
 
 def _writes_fixed_rows(x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor) -> bool:
@@ -79,10 +78,10 @@ def selected(func: Any, args: Sequence[Any], kwargs: Any, count: Callable[[torch
         return None if size is None else torch.nonzero_static(mask, size=size)
 
     def columns(index: Any) -> Sequence[Any]:
-        found = places(index) if is_mask(index) and _is_unknown(index) else None
+        found = places(index) if is_mask(index) and is_unknown(index) else None
         return (index,) if found is None else found.unbind(1)
 
-    if func in _PLACES:
+    if func in PLACES:
         found = places(args[0])
         if found is None:
             return func(*args, **kwargs)
@@ -93,13 +92,9 @@ def selected(func: Any, args: Sequence[Any], kwargs: Any, count: Callable[[torch
 
 def scatters(func: Any, args: Sequence[Any]) -> bool:
     """Return whether an operation writes a fixed number of elements, one after another, where a mask is true."""
-    return func in _SCATTERING and _is_unknown(args[1]) and type(args[2].numel()) is int
+    return func in _SCATTERING and is_unknown(args[1]) and type(args[2].numel()) is int
 
 
 def has_enough(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Return whether there is an element of the source for each place where the mask is true."""
     return mask.expand(x.shape).sum() <= source.numel()
-
-
-def _is_unknown(x: Any) -> bool:
-    return isinstance(x, FakeTensor) and known_value(x) is None

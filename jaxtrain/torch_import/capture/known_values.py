@@ -44,6 +44,11 @@ def known_value(tensor: Any) -> torch.Tensor | None:
     return value
 
 
+def is_unknown(tensor: Any) -> bool:
+    """Return whether a value is a fake tensor whose value is not known."""
+    return isinstance(tensor, FakeTensor) and tensor.constant is None
+
+
 def places(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the indices that a mask of known value stands for, one for each of its axes."""
     with no_dispatch():

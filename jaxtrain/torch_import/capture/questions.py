@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
@@ -28,6 +27,7 @@ from jaxtrain.torch_import.capture.counted import Counts, has_enough, is_counted
 from jaxtrain.torch_import.capture.custom_gradients import Call
 from jaxtrain.torch_import.capture.eager import Unevaluated, draws, is_of_floats, untraced, value_of, writes
 from jaxtrain.torch_import.capture.gradients import user_line
+from jaxtrain.torch_import.capture.known_values import is_unknown
 from jaxtrain.torch_import.capture.numbers import INDEXING, indexes_by_number
 from jaxtrain.torch_import.refusals import is_internal, refusal
 
@@ -160,7 +160,7 @@ class Questions(TorchFunctionMode):
         if name == "repeat_interleave" and (counts := _counts(args, kwargs)) is not None:
             rows = self._read(counts.sum(), int)
             return func(*args, **kwargs) if rows is None else func(*args, **kwargs, output_size=rows)
-        if func is torch.tensor and any(map(_is_unknown, _leaves(data := kwargs.get("data", *args)))):
+        if func is torch.tensor and any(map(_is_unknown, _pytree.tree_leaves(data := kwargs.get("data", *args)))):
             x = _stacked(data)
             return x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
         if name == "narrow" and len(args) > 2 and _is_unknown(args[2]):
@@ -381,16 +381,11 @@ def _counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | No
     return counts if _is_unknown(counts) and kwargs.get("output_size") is None else None
 
 
-def _leaves(data: Any) -> list[Any]:
-    """Return the tensors and numbers of nested lists."""
-    return [x for part in data for x in _leaves(part)] if isinstance(data, list | tuple) else [data]
-
-
 def _stacked(data: Any) -> torch.Tensor:
     """`torch.tensor` of nested lists of tensors and numbers: without a gradient, in the dtype that they promote to."""
     if not isinstance(data, list | tuple):
         return data.detach().clone() if isinstance(data, torch.Tensor) else torch.tensor(data)
-    dtype = _dtype_of(_leaves(data))
+    dtype = _dtype_of(_pytree.tree_leaves(data))
     return torch.stack([_stacked(part).to(dtype) for part in data])
 
 
@@ -404,7 +399,7 @@ def _is_condition(x: Any) -> bool:
 
 
 def _is_unknown(x: Any) -> bool:
-    return isinstance(x, FakeTensor) and x.constant is None and not hasattr(x, "_if_finite")
+    return is_unknown(x) and not hasattr(x, "_if_finite")
 
 
 _is_users_condition = ContextVar("whether the user's code asks for a condition", default=False)

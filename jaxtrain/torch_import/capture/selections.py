@@ -23,6 +23,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
 
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture.counted import PLACES, READING, WRITING
 from jaxtrain.torch_import.capture.known_values import is_mask
 from jaxtrain.torch_import.capture.questions import need_counts, user_condition
 from jaxtrain.torch_import.refusals import is_internal, refusal, source_line
@@ -41,9 +42,6 @@ def _shape_of_places(mask: torch.Tensor, size: int) -> torch.Tensor:
 # Places that nothing reads stay in the graph: a question may be about their number.
 torch.fx.node.has_side_effect(torch.ops.jaxtrain.places.default)
 
-_PLACES = (_ATEN.nonzero.default, _ATEN.nonzero_numpy.default, _ATEN.where.default)
-_READING = (_ATEN.index.Tensor, _ATEN._unsafe_index.Tensor)
-_WRITING = (_ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._unsafe_index_put.default)
 _SIZES = (_ATEN.sym_size.int, _ATEN.sym_numel.default)
 _CHECKS = (_ATEN._assert_scalar.default, _ATEN.sym_constrain_range.default, _ATEN.sym_constrain_range_for_size.default)
 Primes = dict[Any, sympy.Integer]
@@ -89,9 +87,9 @@ def _primes_of_equal(symbols: AbstractSet[sympy.Symbol], graphs: Sequence[torch.
 
 def _selected(node: torch.fx.Node) -> set[sympy.Symbol]:
     """Return the symbol of the number of rows that a node selects, if it does."""
-    if node.target in _PLACES and len(node.args) == 1:
+    if node.target in PLACES and len(node.args) == 1:
         return _symbols(node)
-    if node.target in _READING and any(map(_is_mask_node, cast(Any, node.args[1]))):
+    if node.target in READING and any(map(_is_mask_node, cast(Any, node.args[1]))):
         x, indices = cast(Any, node.args)
         return _symbols(node).difference(*map(_symbols, [x, *(i for i in indices if not _is_mask_node(i) and i)]))
     return set()
@@ -125,9 +123,9 @@ class _Sizes:
                 node.meta.pop(_BINDINGS, None)
         for node in nodes:
             with self._graph.inserting_before(node):
-                if node.target in _PLACES:
+                if node.target in PLACES:
                     self._replace_places(node)
-                elif node.target in (*_READING, *_WRITING):
+                elif node.target in (*READING, *WRITING):
                     self._replace_mask(node)
         for node in reversed(nodes):
             is_unused = isinstance(node.meta.get("val"), _NUMBERS) and not node.users
@@ -175,7 +173,7 @@ class _Sizes:
         """Replace the mask of an index that selects rows, or of an assignment of selected rows."""
         indices = cast(Any, node.args[1])
         masks = [x for x in indices if _is_mask_node(x)]
-        symbols = _selected(node) if node.target in _READING else _symbols(cast(torch.fx.Node, node.args[2]))
+        symbols = _selected(node) if node.target in READING else _symbols(cast(torch.fx.Node, node.args[2]))
         if not masks or not symbols:
             return
         if len(masks) > 1 or len(symbols) > 1:

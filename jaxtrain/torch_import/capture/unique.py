@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from jaxtrain.torch_import.capture.known_values import known_value
+from jaxtrain.torch_import.capture.known_values import is_unknown
 
 
 def _of_sorted(
@@ -16,7 +15,7 @@ def _of_sorted(
     dim: int | None = None,
 ) -> Any:
     """`torch.unique` of all elements, in their order."""
-    if not sorted or dim is not None or not _is_unknown(input):
+    if not sorted or dim is not None or not _is_taken(input):
         return _unique(input, sorted, return_inverse, return_counts, dim)
     values, order = input.flatten().sort(stable=True)
     return _runs(values, order, input.shape, return_inverse, return_counts)
@@ -26,7 +25,7 @@ def _of_neighbors(
     input: torch.Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> Any:
     """`torch.unique_consecutive` of all elements."""
-    if dim is not None or not _is_unknown(input):
+    if dim is not None or not _is_taken(input):
         return _consecutive(input, return_inverse, return_counts, dim)
     values = input.flatten()
     return _runs(values, torch.arange(len(values)), input.shape, return_inverse, return_counts)
@@ -35,10 +34,10 @@ def _of_neighbors(
 _unique, _consecutive = torch.unique, torch.unique_consecutive
 
 
-def _is_unknown(x: torch.Tensor) -> bool:
-    """Return whether the elements of a tensor are not known; it has no gradient, which PyTorch has not."""
+def _is_taken(x: torch.Tensor) -> bool:
+    """Return whether the elements are not known, and have no gradient, which PyTorch does not define."""
     is_differentiated = x.requires_grad and torch.is_grad_enabled()
-    return isinstance(x, FakeTensor) and known_value(x) is None and x.numel() > 0 and not is_differentiated
+    return is_unknown(x) and x.numel() > 0 and not is_differentiated
 
 
 def _runs(values: torch.Tensor, order: torch.Tensor, shape: torch.Size, inverse: bool, counts: bool) -> Any:
