@@ -25,6 +25,5 @@ OF_NUMBERS: dict[Any, tuple[str, dict[str, Any]]] = {
     torch.sym_float: ("aten.clone.default", {}),
     torch.sym_max: ("aten.maximum.default", {}),
     torch.sym_min: ("aten.minimum.default", {}),
-    torch.sym_ite: ("aten.where.self", {}),
 }
 """Operations of PyTorch with their keyword arguments, by the function of Python."""
