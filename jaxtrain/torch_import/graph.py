@@ -5,7 +5,7 @@ a file.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -281,13 +281,43 @@ def has_gradient_inside(graph: Graph) -> bool:
 
 def without_gradient(graph: Graph) -> frozenset[str]:
     """Return the names of the parameters that no output of the graph has a gradient of."""
-    reached = {*references(graph.outputs)}
-    for node in reversed(graph.nodes):
-        if node.name in reached and node.op not in {DETACH, LEAF, *_LIKE} and _has_gradient(node.spec):
-            reached.update(references((node.args, node.kwargs)))
+    return frozenset(x.target for x in graph.inputs if x.kind == "param") - frozenset().union(*with_gradient(graph))
+
+
+def with_gradient(graph: Graph) -> tuple[frozenset[str], ...]:
+    """Return the names of the parameters that outputs have a gradient of, for each combination of conditions' paths."""
     params = [x for x in graph.inputs if x.kind == "param"]
     # A tied weight is several inputs.
-    return frozenset(x.target for x in params) - {x.target for x in params if x.name in reached}
+    return tuple({frozenset(x.target for x in params if x.name in reached): None for reached in _reached(graph)})
+
+
+def _reached(graph: Graph) -> set[frozenset[str]]:
+    """Return the values that outputs have a gradient of, for each combination of conditions' paths."""
+    items = [node for node in graph.nodes if node.op == GETITEM]
+    found = {frozenset(references(graph.outputs))}
+    for node in reversed(graph.nodes):
+        if node.op in {DETACH, LEAF, *_LIKE} or not _has_gradient(node.spec):
+            continue
+        if node.op != COND:
+            read = frozenset(references((node.args, node.kwargs)))
+            found = {reached | read if node.name in reached else reached for reached in found}
+            continue
+        results = {x.name: x.args[1] for x in items if x.args[0] == Ref(node.name)}
+        found = {
+            reached | operands
+            for reached in found
+            for operands in _operands(node, [i for name, i in results.items() if name in reached])
+        }
+    return found
+
+
+def _operands(node: Node, results: Sequence[int]) -> set[frozenset[str]]:
+    """Return the operands of a condition that some of its results have a gradient of, for each of its paths."""
+    return {
+        frozenset(node.args[1][int(x.target)].name for x in path.inputs if x.name in reached)
+        for path in node.kwargs.values()
+        for reached in _reached(replace(path, outputs=tuple(path.outputs[i] for i in results)))
+    }
 
 
 def _has_gradient(spec: Any) -> bool:

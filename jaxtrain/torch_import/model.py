@@ -3,7 +3,8 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from jaxtrain.torch_import.channels_last import with_channels_last
 from jaxtrain.torch_import.doubles import refuse_float64, refuse_float64_inputs, refuse_float64_params, with_float64
 from jaxtrain.torch_import.elementwise import with_recomputed_formulas
 from jaxtrain.torch_import.function import GraphModel, Key, Params, refuse_beyond_int32
-from jaxtrain.torch_import.graph import Graph, Node, has_gradient_inside, without_gradient
+from jaxtrain.torch_import.graph import COND, Graph, Node, has_gradient_inside, with_gradient, without_gradient
 from jaxtrain.torch_import.grouped_queries import with_grouped_queries
 from jaxtrain.torch_import.insertion_order import check_leaves, in_order, order_of
 from jaxtrain.torch_import.integers import with_int64
@@ -126,6 +127,7 @@ class ImportedModel(GraphModel):
         params = {name: x for name, x in params.items() if name not in self._moved}
         self._tied = {name: first for name, first in self._tied.items() if first not in self._moved}
         self._frozen_tensors |= without_gradient(plain.graph) | plain.unused
+        _warn_of_paths(plain.graph, self._frozen_tensors)
         self._changed = frozenset(plain.graph.state)
         if not unroll:
             self._stacks = find_stacks(plain.graph, self._frozen_tensors)
@@ -538,6 +540,20 @@ def from_torch(
     return ImportedModel(
         structure_of(module), tensors, frozen, example_batch, call or _call, ops or {}, unroll, original
     )
+
+
+def _warn_of_paths(graph: Graph, frozen: Collection[str]) -> None:
+    """Warn of parameters that have a gradient on some paths of conditions alone, which is 0 here on the others."""
+    paths = with_gradient(graph)
+    found = sorted(frozenset().union(*paths).difference(frozenset.intersection(*paths), frozen))
+    if found:
+        names = found[0] if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"
+        lines = ", ".join(dict.fromkeys(node.source for node in graph.nodes if node.op == COND))
+        warnings.warn(
+            f"whether {names} have a gradient depends on a condition ({lines}): where PyTorch has None, and its "
+            "optimizers skip the parameter, the gradient is 0, with which weight decay and momentum still change it",
+            stacklevel=4,
+        )
 
 
 def _itself(module: "torch.nn.Module") -> "torch.nn.Module":

@@ -5,6 +5,7 @@ gradients and buffers are PyTorch's, in one compiled program.
 """
 
 import itertools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from jaxtrain import UserError
 from jaxtrain.torch_import import from_torch, load_imported
 from jaxtrain.torch_import.graph import COND
 from tests.torch_import.reference import weighted
+
+DEPENDS = "a gradient depends on a condition"
+pytestmark = pytest.mark.filterwarnings(f"ignore:.*{DEPENDS}")
 
 Tensor = torch.Tensor
 ROWS, WIDTH = 4, 3
@@ -199,6 +203,62 @@ def test_a_condition_of_random_numbers_is_drawn_in_every_call() -> None:
     run = jax.jit(lambda rng: model(model.params, x_of(), rng)[0])
     found = [bool(np.allclose(run(jax.random.key(i)), 2 * x_of())) for i in range(16)]
     assert 2 < sum(found) < 14
+
+
+def both(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x) if x.sum() > 0 else self.linear(x.flip(1)) * 2
+
+
+def first(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    return y if x.sum() > 0 else x - 1
+
+
+def inner(self: Any, x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return x + (self.linear(x) if x.max() > 1 else x.sin())
+    return self.linear(x).cos()
+
+
+def bias(self: Any, x: Tensor) -> Tensor:
+    y = x @ self.linear.weight
+    return y + self.linear.bias if x.sum() > 0 else y + self.linear.bias.detach()
+
+
+def detached(self: Any, x: Tensor) -> Tensor:
+    return x * self.linear.weight if x.sum() > 0 else x * self.linear.weight + self.linear(x).detach()
+
+
+@pytest.mark.parametrize(
+    ("function", "some"),
+    [
+        (both, set()),
+        (first, {"linear.weight", "linear.bias"}),
+        (inner, {"linear.weight", "linear.bias"}),
+        (bias, {"linear.bias"}),
+        (detached, set()),
+    ],
+)
+def test_parameters_with_a_gradient_on_some_paths_alone_are_warned_of(function: Any, some: set[str]) -> None:
+    module = Of(function)
+    module.linear.weight.data = module.linear.weight.data[:3, :3]
+    x = np.linspace(0.5, 2, WIDTH * WIDTH).reshape(WIDTH, WIDTH).astype(np.float32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = from_torch(module, x)
+    found = [str(x.message) for x in caught if DEPENDS in str(x.message)]
+    assert len(found) == (1 if some else 0)
+    # PyTorch has None of these alone, on some of the paths.
+    own = set()
+    for batch in (x, x * 0.4, -x):
+        module.zero_grad()
+        module(torch.tensor(batch, requires_grad=True)).sum().backward()
+        own |= {name for name, p in module.named_parameters() if p.grad is None and not model.frozen(name)}
+    assert own == some
+    for text in found:
+        assert ("and 1 more" in text) == (len(some) == 2)
+        assert min(some) in text
+        assert "test_branches.py:" in text
 
 
 def test_a_module_that_is_initialized_by_its_first_batch() -> None:
