@@ -161,6 +161,16 @@ def test_what_is_read_at_the_capture_is_right_or_refused_with_its_line(read: str
     judged(read, place)
 
 
+def test_the_time_is_refused_where_rounding_is_as_large() -> None:
+    class Noise(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (6e4 + time.perf_counter()) % 1
+
+    for _ in range(4):
+        with pytest.raises(UserError, match=r"test_agreement.py:\d+: return x \* \(6e4"):
+            from_torch(Noise(), X)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("read", READ)
