@@ -4,7 +4,9 @@ import importlib.metadata
 import os
 from pathlib import Path
 
-CACHE = Path(__file__).parent / ".cache"
+# Outside of the checkout, so that a fresh clone has the programs that another one compiled. Versions have their own.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxtrain-tests"
+CACHE /= f"jaxlib-{importlib.metadata.version('jaxlib')}"
 
 # The former emitters of XLA:CPU compile five times faster; later versions of jaxlib abort on unknown flags.
 # `parity selftest` runs with the flags that users have.
@@ -53,7 +55,6 @@ gc.disable()
 import platform  # noqa: E402
 import random  # noqa: E402
 import sys  # noqa: E402
-from collections import Counter  # noqa: E402
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -62,7 +63,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase  # noqa: E402
 
 import jaxtrain.cli  # noqa: E402
 
-pytest_plugins = ["tests.lowering"]
+pytest_plugins = ["tests.lowering", "tests.tiers"]
 
 settings.register_profile("dev", deadline=None, database=DirectoryBasedExampleDatabase(CACHE / "hypothesis"))
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
@@ -83,19 +84,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("markexpr") != "gpu" or collection_path in (gpu, *gpu.parents):
         return None
     return gpu not in collection_path.parents or None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of a `sampled(n, slow=m)` test beyond its first n as slow, beyond its first m as nightly."""
-    cases: Counter[str] = Counter()
-    for item in items:
-        if marker := item.get_closest_marker("sampled"):
-            function = item.nodeid.partition("[")[0]
-            cases[function] += 1
-            if cases[function] > marker.kwargs.get("slow", len(items)):
-                item.add_marker(pytest.mark.nightly)
-            elif cases[function] > marker.args[0]:
-                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

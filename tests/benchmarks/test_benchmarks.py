@@ -31,7 +31,6 @@ def timing(job, wall):
     return Timing(job, np.array(wall), np.array(wall), "cpu", None, None, None, 1)
 
 
-@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize(
     "job",
     [
@@ -68,7 +67,6 @@ def test_features_change_the_losses_only_by_clipping():
         assert (abs(plain[1] - other[1]) > 1e-6) == clips, feature
 
 
-@pytest.mark.slow
 def test_a_failed_engine_is_reported_with_its_last_line_of_output():
     with pytest.raises(RunFailed, match=r"by torch_eager.*remat 'dots' has no counterpart"):
         time_jobs([small_job("torch_eager", remat="dots")], 1, Budget(300), lambda _: None)
@@ -89,7 +87,6 @@ def test_exponents_are_slopes_of_logarithms():
     assert windows == {"engine": "jax", "size": "micro-batches", "exponent": pytest.approx(1.0)}
 
 
-@pytest.mark.slow
 def test_memory_of_the_state_is_inversely_proportional_to_the_number_of_devices(monkeypatch):
     monkeypatch.setattr(devices, "SIZES", {**devices.SIZES, "width": 32, "depth": 1})
     (one, two) = (devices._memory_on(n) for n in (1, 2))
@@ -101,7 +98,6 @@ def test_a_remat_policy_without_a_counterpart_in_pytorch_is_refused():
         engine(small_job("torch_eager", remat="dots"), WORKLOADS["gpt2-tiny"])
 
 
-@pytest.mark.slow
 def test_a_window_equals_separate_micro_steps():
     window, micro_steps = (
         engine(small_job("jax", accumulate=2, feature=feature), WORKLOADS["gpt2-tiny"]) for feature in ("", MICRO_STEPS)
@@ -112,7 +108,6 @@ def test_a_window_equals_separate_micro_steps():
     np.testing.assert_allclose(micro_steps.losses, window.losses, rtol=1e-6)
 
 
-@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("feature", sorted({*run.STEPS, *run.SAVES}))
 def test_runs_with_guards_and_saves_can_be_timed(feature, monkeypatch):
     small = {"n_layer": 1, "n_embd": 8, "n_head": 1, "seq_len": 8, "batch_size": 2, "log_every": 2}
@@ -124,7 +119,6 @@ def test_runs_with_guards_and_saves_can_be_timed(feature, monkeypatch):
         built.step()
 
 
-@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("update", updates.UPDATES)
 def test_updates_run_in_every_engine_on_the_documented_number_of_parameters(update):
     sizes = {"vocab_size": 16, "width": 8, "depth": 2, "length": 4}
@@ -138,7 +132,6 @@ def test_updates_run_in_every_engine_on_the_documented_number_of_parameters(upda
     assert updates.parameters(SMALL) == 124_475_904
 
 
-@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("engine_name", host.ENGINES)
 def test_inputs_are_read_by_both_loaders(engine_name):
     for measured in time_jobs([Job("input-images", engine_name)], 1, Budget(300), print):

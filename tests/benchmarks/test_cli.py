@@ -30,7 +30,6 @@ def fake_timing(monkeypatch):
     return errors
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "status"), [(RunFailed("resnet18 by jax in fp32: it failed"), 1), (KeyboardInterrupt(), 130)]
 )
@@ -104,7 +103,6 @@ def test_wrong_usage_is_a_one_line_error_with_the_remedy(arguments, known, tmp_p
     assert known in error
 
 
-@pytest.mark.slow
 def test_both_engines_are_timed_on_the_same_work(monkeypatch, tmp_path, capsys):
     groups = [[Job("gpt2-tiny", engine, sizes=SIZES) for engine in ("jax", "torch_eager")]]
     monkeypatch.setitem(SUITES, "short", Suite(groups, rounds=2, ceilings=[]))

@@ -86,7 +86,6 @@ def test_engines_agree_in_float64(settings):
     check_same_work(jobs, losses)
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("settings", [{"accumulate": 2}, {"remat": "full"}])
 def test_engines_of_a_transformer_agree_in_float64_under_every_setting(settings):
     jobs = [Job("gpt2-tiny", engine, "fp64", sizes=SIZES, **settings) for engine in ("jax", "torch_eager")]
@@ -113,7 +112,6 @@ def test_a_loss_that_is_a_millionth_larger_is_refused(monkeypatch, capsys):
     assert error.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_a_different_model_is_refused(monkeypatch, capsys):
     def make(**sizes):
         from jaxtrain.models import GPT2Config

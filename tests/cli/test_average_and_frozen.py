@@ -44,7 +44,6 @@ def validation_loss(folder, params):
     return float(((predicted - data["y"]) ** 2).mean())
 
 
-@pytest.mark.slow
 def test_evaluations_are_those_of_the_moving_average(trained, state, monkeypatch, capsys):
     last = json.loads((trained / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["eval_loss"] == pytest.approx(validation_loss(trained / "run", averaged(state).params), rel=1e-5)
@@ -54,7 +53,6 @@ def test_evaluations_are_those_of_the_moving_average(trained, state, monkeypatch
     assert json.loads(Path("metrics.json").read_text())["loss"] == pytest.approx(last["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.slow
 def test_the_average_is_that_of_a_loop_and_frozen_parameters_keep_their_values(trained):
     seen = []
     recipe = replace(load_recipe(f"{trained}/curve.py::Curve")[1], ema=0.75, frozen="hid*,bias")
@@ -82,7 +80,6 @@ def test_the_average_is_that_of_a_loop_and_frozen_parameters_keep_their_values(t
     assert moments == [(8,), (8,)]  # of "out" alone
 
 
-@pytest.mark.slow
 def test_a_resumed_run_has_the_same_average(trained, state):
     recipe = read_recipe(RunFolder(trained / "run"))[1]
 
@@ -108,7 +105,6 @@ def test_exports_and_samples_have_the_moving_average(trained, state):
     assert (np.asarray(state.ema["out"]) != np.asarray(state.params["out"])).all()
 
 
-@pytest.mark.slow
 def test_train_prints_the_average_and_the_frozen_parameters(trained, capsys):
     assert run(f"train {trained}/curve.py::Curve --steps 1 --out {trained}/loud {SETTINGS}") == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -116,7 +112,6 @@ def test_train_prints_the_average_and_the_frozen_parameters(trained, capsys):
     assert "33 in float32, 0.0 MiB, 25 frozen" in out
 
 
-@pytest.mark.slow
 def test_plan_and_replay_accept_both_settings(trained, capsys):
     assert run(f"plan {trained}/curve.py::Curve --memory 1GiB --json {SETTINGS}") == 0
     found = json.loads(capsys.readouterr().out)
@@ -125,7 +120,6 @@ def test_plan_and_replay_accept_both_settings(trained, capsys):
     assert "all values are finite" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_run_with_frozen_parameters_continues_in_pytorch(tmp_path, state):
     torch = pytest.importorskip("torch")
     file = tmp_path / "curve.py"

@@ -71,7 +71,6 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_metrics_equal_those_of_the_run_and_the_means_over_examples(run):
     result = json.loads(run.with_suffix(".json").read_text())
     logged = lines(run / "metrics.jsonl")[-1]
@@ -124,7 +123,6 @@ class Page(HTMLParser):
         self.text += data
 
 
-@pytest.mark.slow
 def test_the_page_is_self_contained_and_shows_the_worst_examples(run):
     page = Page((run / "eval" / "step-4-validation.html").read_text())
     result = json.loads(run.with_suffix(".json").read_text())
@@ -181,7 +179,6 @@ def test_bad_input_is_a_one_line_error_with_exit_status_2(command, root, capsys)
     assert BAD[command] in err
 
 
-@pytest.mark.sampled(1)
 def test_tensorboard_shows_the_worst_examples_and_the_confusion_matrix(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

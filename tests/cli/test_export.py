@@ -40,7 +40,7 @@ RUNS = {
     "t5-dates": "--num-layers 2 --d-model 8 --num-heads 2 --eval-pairs 20",
 }
 QUICK = ("digits-cnn", "gpt-stdlib")
-REST = [pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name not in QUICK]
+REST = [pytest.param(name) for name in RUNS if name not in QUICK]
 NEEDED = {"onnx": ("onnx", "onnxruntime"), "stablehlo": ("flatbuffers",)}
 IN_TRANSFORMERS = {
     "gpt-stdlib": "AutoModelForCausalLM",
@@ -143,7 +143,6 @@ def assert_same(got, truth, ours):
     assert distance <= BAR * max(own, NOISE)
 
 
-@pytest.mark.sampled(0, slow=3)
 @pytest.mark.parametrize("name", [*QUICK, *reversed(REST)])
 def test_onnx_runtime_gives_the_logits_of_the_evaluation(name, exported):
     folder, out, _ = exported(name, "onnx")
@@ -161,7 +160,6 @@ def test_onnx_runtime_gives_the_logits_of_the_evaluation(name, exported):
             session.run(["logits"], dict(zip(names, longer, strict=True)))
 
 
-@pytest.mark.sampled(0, slow=3)
 @pytest.mark.parametrize("name", [*QUICK, *reversed(REST)])
 def test_stablehlo_gives_the_logits_of_the_evaluation(name, exported):
     folder, out, _ = exported(name, "stablehlo")
@@ -169,7 +167,6 @@ def test_stablehlo_gives_the_logits_of_the_evaluation(name, exported):
     assert_same(runpy.run_path(str(out / "load.py"))["logits"](*inputs), truth, ours)
 
 
-@pytest.mark.sampled(0, slow=3)
 @pytest.mark.parametrize("name", ["gpt-stdlib", *(p for p in reversed(REST) if p.values[0] in IN_TRANSFORMERS)])
 def test_transformers_give_the_logits_of_the_evaluation(name, exported):
     folder, out, _ = exported(name, "huggingface")
@@ -191,7 +188,6 @@ def test_transformers_give_the_logits_of_the_evaluation(name, exported):
         np.testing.assert_allclose(logits(torch.float64), truth, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.slow
 def test_the_command_prints_the_signature_and_the_error(exported):
     folder, out, printed = exported("gpt-stdlib", "stablehlo")
     assert re.match(
@@ -222,8 +218,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["onnx", "torch", "huggingface", pytest.param("stablehlo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["onnx", "torch", "huggingface", "stablehlo"])
 def test_an_export_with_different_outputs_is_not_written(form, exported, root, monkeypatch, capsys):
     for needed in NEEDED.get(form, ()):
         pytest.importorskip(needed)

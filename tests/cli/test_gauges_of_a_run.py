@@ -11,7 +11,6 @@ from jaxtrain.cli import main
 from jaxtrain.observe import gauges
 
 
-@pytest.mark.slow
 def test_a_run_on_a_gpu_logs_its_utilization_and_histograms(monkeypatch, capsys):
     busy = types.SimpleNamespace(mean=lambda: 0.25, close=lambda: None)
     monkeypatch.setattr(gauges, "peak_flops", lambda device, precision: 1e12)
@@ -34,7 +33,6 @@ def test_a_run_on_a_gpu_logs_its_utilization_and_histograms(monkeypatch, capsys)
     assert "GPU utilization" in Path("run/report.html").read_text()
 
 
-@pytest.mark.slow
 def test_a_run_on_a_cpu_logs_no_utilization(capsys):
     flags = "--steps 2 --hidden 32 --batch-size 16 --log-every 1 --out run"
     assert main(["train", "digits-mlp", *flags.split()]) == 0

@@ -61,7 +61,6 @@ def assert_close(model, path, rtol):
         np.testing.assert_allclose(saved[name], tensor, rtol=rtol, atol=rtol * 0.1)
 
 
-@pytest.mark.slow
 def test_a_run_imported_and_exported_again_equals_a_pytorch_run(capsys):
     model, optimizer = mlp()
     scheduler = OneCycleLR(optimizer, 1e-2, total_steps=10)
@@ -92,7 +91,6 @@ def test_a_run_imported_and_exported_again_equals_a_pytorch_run(capsys):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_run_started_in_jaxtrain_continues_in_pytorch():
     flags = "--steps 6 --hidden 8 --batch-size 16 --clip-norm 0.5 --schedule linear --warmup-steps 2 --weight-decay 0.1"
     assert run(f"train digits-mlp --precision fp16 {flags} --out fp16 {LOGGING}") == 0
@@ -126,7 +124,6 @@ def gpt():
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_gpt2_from_transformers_is_unchanged_by_import_and_export(text_folder, capsys):
     model = gpt()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -181,7 +178,6 @@ class ImageClassifier(torch.nn.Module):
         return self.model(images.permute(0, 3, 1, 2)).logits
 
 
-@pytest.mark.slow
 def test_running_statistics_are_converted_in_both_directions():
     classifier = ImageClassifier()
     # Without eps, a bias before a BatchNorm, whose gradient is only rounding error, would change by lr per step.
@@ -208,7 +204,6 @@ def test_running_statistics_are_converted_in_both_directions():
     assert all(count == 6 for count in counts)
 
 
-@pytest.mark.slow
 def test_exported_running_statistics_give_the_evaluation_loss_in_pytorch():
     assert run(f"train digits-resnet --width 4 --batch-size 16 --steps 3 --out run {LOGGING}") == 0
     assert run("export run --out three.pt") == 0

@@ -151,7 +151,6 @@ def test_after_the_last_step_the_run_is_saved(train, capsys):
     assert train("none", "--resume", "--steps", "8") == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "phase",
     [

@@ -130,7 +130,6 @@ READERS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("name", "command", "content"),
     [(name, command, i) for i in range(len(BROKEN)) for name in READERS for command in READERS[name]],
@@ -228,7 +227,6 @@ mine()
 """
 
 
-@pytest.mark.slow
 def test_an_error_of_a_script_ends_with_its_line():
     Path("script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True)

@@ -39,7 +39,6 @@ def here(trained):
     return Path("run")
 
 
-@pytest.mark.slow
 def test_a_run_records_its_file(trained):
     folder = RunFolder(trained / "run")
     config = json.loads(folder.config.read_text())
@@ -196,7 +195,6 @@ def test_plan_compiles_a_users_step(trained, capsys):
     assert found["command"] == f"jaxtrain train {trained}/curve.py::Curve --width 16"
 
 
-@pytest.mark.slow
 def test_profile_traces_a_users_step(here, capsys):
     assert run("profile run --steps 2") == 0
     out = capsys.readouterr().out
@@ -244,7 +242,6 @@ def test_export_fixes_a_batch_size_that_predict_needs_as_a_number(here, capsys):
     assert "the batch size is fixed, because predict cannot be traced with any (TypeError" in out
 
 
-@pytest.mark.slow  # another process imports JAX
 def test_export_stablehlo_computes_what_predict_does(here, capsys):
     pytest.importorskip("flatbuffers")
     assert run("export run --format stablehlo --out program") == 0
@@ -254,7 +251,6 @@ def test_export_stablehlo_computes_what_predict_does(here, capsys):
     np.testing.assert_allclose(logits, curve(params_of(here), x), rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_users_run_continues_in_pytorch_and_back(here, trained, capsys):
     torch = pytest.importorskip("torch")
     assert run("export run --format torch --out run.pt") == 0
@@ -267,7 +263,6 @@ def test_a_users_run_continues_in_pytorch_and_back(here, trained, capsys):
     assert run("train --resume --out back --steps 13 --quiet") == 0
 
 
-@pytest.mark.slow
 def test_a_mesh_trains_a_users_run_as_one_device_does(trained):
     assert run(f"train {trained}/curve.py::Curve --mesh data=2,fsdp=2 --out sharded --quiet") == 0
     one, four = (RunFolder(folder).metrics.read_text().splitlines() for folder in (trained / "run", Path("sharded")))
@@ -275,7 +270,6 @@ def test_a_mesh_trains_a_users_run_as_one_device_does(trained):
         assert b["eval_loss"] == pytest.approx(a["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.slow  # two processes
 def test_launch_trains_a_users_run_in_two_processes(trained):
     command = f"launch -n 2 -- train {trained}/curve.py::Curve --mesh data=2 --out launched --quiet"
     subprocess.run([sys.executable, "-m", "jaxtrain.cli", *command.split()], check=True, capture_output=True)
@@ -285,7 +279,6 @@ def test_launch_trains_a_users_run_in_two_processes(trained):
     assert json.loads(two)["eval_loss"] == pytest.approx(json.loads(one)["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "field", "remedy"),
     [
@@ -372,7 +365,6 @@ def test_a_mistake_on_the_command_line_is_one_line_with_the_remedy(arguments, ex
     assert not Path("new").exists()
 
 
-@pytest.mark.slow
 def test_new_writes_a_run_that_its_printed_command_trains(capsys):
     assert run("new mine.py") == 0
     *_, command = capsys.readouterr().out.splitlines()

@@ -23,7 +23,6 @@ def run_command(capsys, command):
     return status, captured.out, captured.err
 
 
-@pytest.mark.slow
 def test_a_plan_has_a_table_and_the_command_to_run(capsys):
     status, out, _ = run_command(capsys, f"plan {IMAGES} --json --memory 16GiB")
     assert status == 0
@@ -39,7 +38,6 @@ def test_a_plan_has_a_table_and_the_command_to_run(capsys):
     assert not Path("runs").exists()
 
 
-@pytest.mark.slow
 def test_a_precision_is_not_truncated_in_a_table_of_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run_command(capsys, f"plan {IMAGES} --memory 16GiB --precision bf16_compute")
@@ -86,7 +84,6 @@ def test_wrong_usage_is_a_one_line_error(command, message, capsys):
     assert err.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_micro_batch_auto_chooses_a_size_that_fits(monkeypatch, capsys, text_folder):
     recipe = f"gpt-stdlib {TINY_GPT} --data {text_folder} --steps 2 --accumulate 8"
     monkeypatch.setattr(train_command, "device_memory", lambda: 250_000)

@@ -14,7 +14,6 @@ from jaxtrain.profile.trace import Row, Top
 SMALL = "--hidden 32 --batch-size 16 --log-every 2 --eval-every 4 --save-every 4"
 
 
-@pytest.mark.slow
 def test_a_run_is_profiled_during_training_and_afterwards(capsys):
     assert main(f"train digits-mlp --steps 8 {SMALL} --profile 3:6 --out run".split()) == 0
     out = capsys.readouterr().out
@@ -51,7 +50,6 @@ def test_long_names_of_operations_hide_no_number(capsys):
     assert max(map(len, lines)) <= 80
 
 
-@pytest.mark.slow
 def test_a_trace_without_operations_is_replaced_by_an_estimate(capsys, monkeypatch):
     assert main(f"train digits-mlp --steps 4 {SMALL} --out run".split()) == 0
     monkeypatch.setattr("jaxtrain.cli.profile.time_table", lambda trace, hlo: [])

@@ -39,7 +39,6 @@ def printed_losses(out: str) -> list[float]:
     return [float(own.split()[1]), float(wide.split()[0])]
 
 
-@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize(
     "precision", ["fp16", "bf16_params_kahan", "fp32", "bf16", "fp8_delayed --hidden 16 --fp8-exclude layers/1/*"]
 )
@@ -55,7 +54,6 @@ def test_a_finite_step_has_the_logged_loss(precision, capsys):
     assert "starting at step 10: 1 steps to rerun before step 12" in out
 
 
-@pytest.mark.slow
 def test_a_replayed_step_draws_the_same_dropout_mask(text_folder, capsys):
     command = f"train gpt-stdlib {TINY_GPT} --data {text_folder} --dropout 0.5 --accumulate 2 --steps 2 --log-every 1"
     assert run(f"{command} --out run") == 0
@@ -65,7 +63,6 @@ def test_a_replayed_step_draws_the_same_dropout_mask(text_folder, capsys):
     assert own == float(f"{lines('run')[2]['loss']:.7g}")
 
 
-@pytest.mark.slow
 def test_an_overflow_is_attributed_to_the_runs_precision(capsys):
     assert run(f"train digits-mlp {SMALL} --lr 1e30 --clip-norm None --warmup-steps 0 --out run") == 1
     assert "jaxtrain replay run 2" in capsys.readouterr().err
@@ -97,7 +94,6 @@ def root_of_bias(params):
     return jnp.sum(jnp.sqrt(0.0 * params["layers"][1]["bias"] ** 2))
 
 
-@pytest.mark.slow
 def test_a_nonfinite_gradient_is_reported_with_its_source_line(capsys, monkeypatch):
     monkeypatch.setattr(ImageRecipe, "task", with_added_loss(root_of_bias))
     assert run(f"train digits-mlp {SMALL} --accumulate 2 --out run") == 1
@@ -110,7 +106,6 @@ def test_a_nonfinite_gradient_is_reported_with_its_source_line(capsys, monkeypat
     assert "backward      the gradient of layers/1/bias, micro-batch 0" in out
 
 
-@pytest.mark.slow
 def test_the_recorded_batch_is_replayed_after_the_data_have_changed(capsys, monkeypatch):
     changed = scale_images(monkeypatch, {8: float("nan")})
     assert run(f"train digits-mlp {SMALL} --out run") == 1
@@ -126,7 +121,6 @@ def test_the_recorded_batch_is_replayed_after_the_data_have_changed(capsys, monk
     replayed(capsys, "run 7", 0)
 
 
-@pytest.mark.slow
 def test_steps_after_a_rollback_are_replayed_with_their_original_batches(capsys, monkeypatch):
     scale_images(monkeypatch, {23: 3e3}, dataclasses.replace(RECIPE, lr=1e-3))
     command = f"train digits-mlp {SMALL} --lr 1e-3 --spike-factor 30 --on-spike rollback --out run"
@@ -137,7 +131,6 @@ def test_steps_after_a_rollback_are_replayed_with_their_original_batches(capsys,
         assert own == float(f"{lines('run')[step]['loss']:.7g}")
 
 
-@pytest.mark.slow
 def test_invalid_steps_are_rejected(capsys):
     assert run(f"train digits-mlp {SMALL} --out run") == 0
     for command, message in {

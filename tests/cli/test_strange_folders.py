@@ -99,14 +99,12 @@ def test_a_report_follows_no_link(original, tmp_path, capsys):
         assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["checkpoints", "metrics.superseded.jsonl", "lock", "tensorboard", "report.partial"])
 def test_a_resumed_run_follows_no_link(name, original, tmp_path, capsys):
     try_link("resume", name, original[0], tmp_path)
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_follows_a_link(command, original, tmp_path, capsys):
     run, names = original
@@ -119,7 +117,6 @@ def test_no_command_follows_a_link(command, original, tmp_path, capsys):
         shutil.rmtree(tmp_path / str(i))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["lr[0.1]", "a*b? {é} 100%", "'\"$HOME"])
 def test_a_path_with_any_characters_can_be_trained_in_and_resumed(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -81,7 +81,6 @@ def test_a_run_writes_config_metrics_checkpoints_and_report(capsys):
         assert printed in out
 
 
-@pytest.mark.slow
 def test_tensorboard_reads_the_scalars():
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -93,7 +92,6 @@ def test_tensorboard_reads_the_scalars():
     np.testing.assert_allclose([e.value for e in events.Scalars("loss")], logged, rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_resuming_an_interrupted_run_is_bit_identical(monkeypatch, capsys):
     command = f"train digits-cnn --steps 9 --width 4 --accumulate 2 --precision fp16 {SMALL}"
     assert run(f"{command} --out whole") == 0
@@ -111,7 +109,6 @@ def test_resuming_an_interrupted_run_is_bit_identical(monkeypatch, capsys):
     assert len(steps) == len(set(steps))
 
 
-@pytest.mark.slow
 def test_a_killed_run_logs_no_step_twice(monkeypatch):
     command = f"train digits-mlp --steps 9 --hidden 16 {SMALL}"
 
@@ -129,7 +126,6 @@ def test_a_killed_run_logs_no_step_twice(monkeypatch):
     assert [m["step"] for m in lines("runs/digits-mlp")] == [0, 2, 4, 6, 8, 9]
 
 
-@pytest.mark.slow
 def test_resuming_a_finished_run_reports_it_and_may_extend_it(capsys):
     assert run(f"train digits-mlp --steps 4 --hidden 16 {SMALL}") == 0
     assert run("train digits-mlp --resume") == 0
@@ -139,7 +135,6 @@ def test_resuming_a_finished_run_reports_it_and_may_extend_it(capsys):
     assert read_recipe(RunFolder(Path("runs/digits-mlp")))[1].steps == 6
 
 
-@pytest.mark.slow
 def test_the_logged_learning_rate_is_the_one_used():
     assert run(f"train digits-mlp --steps 10 --hidden 16 --warmup-steps 3 {SMALL}") == 0
     recipe = read_recipe(RunFolder(Path("runs/digits-mlp")))[1]
@@ -148,7 +143,6 @@ def test_the_logged_learning_rate_is_the_one_used():
     assert logged == pytest.approx({n: float(schedule(recipe)(n - 1)) for n in (2, 4, 6, 8, 10)}, rel=1e-6)
 
 
-@pytest.mark.slow
 def test_a_gpt_learns_its_text_and_generates_samples(text_folder, capsys):
     command = f"train --data {text_folder} --steps 30 --eval-every 15 --lr 1e-2 --warmup-steps 3 --dropout 0.1"
     assert run(f"{command} --remat full {TINY_GPT} --out run") == 0
@@ -165,7 +159,6 @@ def test_a_gpt_learns_its_text_and_generates_samples(text_folder, capsys):
     assert capsys.readouterr().out == first
 
 
-@pytest.mark.slow
 def test_arrays_and_image_folders_of_the_user_train(tmp_path, capsys):
     rng = np.random.default_rng(0)
     np.savez("own.npz", x=rng.integers(0, 255, (40, 6, 5), np.uint8), y=rng.integers(0, 3, 40))
@@ -193,7 +186,6 @@ def same_bits(one: str, other: str) -> bool:
 TINY = f"train digits-mlp --steps 6 --hidden 8 {SMALL}"
 
 
-@pytest.mark.slow
 def test_resume_auto_continues_after_every_kind_of_interruption(monkeypatch, capsys):
     """The run is killed before its first checkpoint, restarted, stopped, resumed and finished."""
     command = f"{TINY} --log-every 3 --resume auto --out looped"
@@ -261,7 +253,6 @@ def test_a_run_repeated_from_config_json_is_bit_identical(capsys):
         assert error in err
 
 
-@pytest.mark.slow
 def test_retention_settings_may_change_on_resume(capsys):
     kept = "--batch-size 16 --log-every 1 --eval-every 2 --save-every 1 --keep-last 1 --keep-best 0"
     command = f"train digits-mlp --hidden 8 {kept} --keep-every 4 --out kept"
@@ -275,7 +266,6 @@ def test_retention_settings_may_change_on_resume(capsys):
     assert "keep_last must be at least 1, got 0" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_restored(capsys):
     assert run(f"{TINY} --out whole") == 0
     assert run(f"{TINY} --out hurt") == 0
@@ -296,7 +286,6 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_restored(capsys):
         assert "hurt has no intact checkpoint left" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_folder_in_use_is_refused_and_unchanged(capsys):
     assert run(f"{TINY} --out used") == 0
     with RunLock(Path("used")) as lock:
@@ -309,7 +298,6 @@ def test_a_folder_in_use_is_refused_and_unchanged(capsys):
     assert run("train --resume --out used --steps 8") == 0
 
 
-@pytest.mark.slow
 def test_a_report_that_cannot_be_written_does_not_affect_the_run(capsys):
     Path("full/report.html").mkdir(parents=True)
     assert run(f"{TINY} --out full") == 1
@@ -321,7 +309,6 @@ def test_a_report_that_cannot_be_written_does_not_affect_the_run(capsys):
     assert Path("full/report.html").is_file()
 
 
-@pytest.mark.slow
 def test_checkpoints_without_their_config_are_not_overwritten(capsys):
     assert run(f"{TINY} --out lost") == 0
     Path("lost/config.json").unlink()
@@ -393,7 +380,6 @@ def test_a_damaged_config_is_a_one_line_error(capsys):
     assert "mine/config.json cannot be read" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_ctrl_c_in_a_real_process_saves_and_exits_130(tmp_path):
     command = [sys.executable, "-m", "jaxtrain.cli", "train", "digits-mlp", "--steps", "100000", "--hidden", "16"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:

@@ -59,7 +59,6 @@ def temporaries(fn, *args):
     return jax.jit(fn, donate_argnums=0).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_window_needs_at_most_one_buffer_more_than_a_plain_scan_and_one_update(precision):
     k, optimizer = 4, optax.adam(1e-3)

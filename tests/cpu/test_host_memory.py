@@ -30,7 +30,6 @@ print(int(statistics.median(faults)))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_the_process_retains_a_steps_temporaries():
     faults = {

@@ -42,7 +42,6 @@ def gradients(fn, *args):
     return [y, *pull(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))]
 
 
-@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(convolutions())
 def test_rewritten_products_agree_to_rounding(convolution):

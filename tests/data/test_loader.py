@@ -57,7 +57,6 @@ def test_resuming_at_any_position_equals_an_uninterrupted_loader(
         assert labels(resumed, 8) == uninterrupted[stop:]
 
 
-@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(SIZES, SEEDS, st.booleans())
 def test_an_epoch_has_every_example_once_up_to_the_dropped_remainder(
@@ -181,7 +180,6 @@ def shares(draw: st.DrawFn, of: int) -> list[list[int]]:
     return [share for share in shares if share]
 
 
-@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data(), st.integers(64, 100), st.integers(1, 12), SEEDS, st.integers(0, 12))
 def test_the_rows_of_all_processes_form_the_batch_and_any_number_of_processes_continues(
@@ -253,7 +251,6 @@ def test_evaluation_with_an_invalid_batch_size_is_refused() -> None:
         next(epoch_batches(numbered(2), 0))
 
 
-@pytest.mark.slow
 def test_importing_the_loader_emits_no_warning() -> None:
     program = [sys.executable, "-W", "error", "-c", "import jaxtrain.data.loader"]
     assert subprocess.run(program, capture_output=True, check=True).stderr == b""

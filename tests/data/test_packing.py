@@ -64,7 +64,6 @@ def test_first_fit_equals_a_direct_implementation(sizes: list[int], capacity: in
     assert first_fit(sizes, capacity) == expected
 
 
-@pytest.mark.slow
 @settings(max_examples=15)
 @given(LENGTHS, st.integers(2, 12), st.integers(0, 5))
 def test_the_order_of_packed_rows_depends_on_the_seed_and_can_be_restored(

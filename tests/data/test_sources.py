@@ -165,7 +165,6 @@ def test_split_assigns_every_file_to_one_side(
     assert train.dtype == validation.dtype == np.uint8
 
 
-@pytest.mark.slow
 def test_split_is_the_same_in_another_process_and_folder(tmp_path: Path) -> None:
     contents = {f"f{i}": bytes([i]) for i in range(20)}
     for root in ("one", "two"):
@@ -456,7 +455,6 @@ def test_every_source_can_be_pickled(tmp_path: Path) -> None:
             assert np.array_equal(copy[0][name], value)
 
 
-@pytest.mark.slow
 def test_importing_the_sources_imports_no_optional_dependency() -> None:
     program = (
         "import sys, jaxtrain.data;"

@@ -12,7 +12,6 @@ from jaxtrain.errors import UserError
 from tests.data.any_data import Stateful, examples, take
 
 
-@pytest.mark.slow
 def test_threads_end_with_their_batches():
     def count():
         return sum(thread.name == "read ahead" for thread in threading.enumerate())

@@ -118,7 +118,6 @@ def test_the_parquet_cache_keeps_only_row_groups_that_fit(tmp_path: Path) -> Non
     assert narrow._cache[2].column_names == ["label"]
 
 
-@pytest.mark.slow
 def test_parquet_rows_can_be_read_by_several_threads(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", columns(200))
     rows = ParquetRows([tmp_path / "a.parquet"], ["label"], cache_bytes=200)

@@ -19,7 +19,6 @@ class Counting:
         return ByteTokenizer().decode(tokens)
 
 
-@pytest.mark.slow
 @settings(deadline=None)
 @given(st.text(), st.text())
 def test_joined_chunks_equal_the_text(prompt, text):

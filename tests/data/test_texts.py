@@ -54,7 +54,6 @@ def test_date_formats_without_a_strptime_directive(day: int, ordinal: str) -> No
     assert written[3:6] == [f"the {ordinal} of November 2026", f"NOVEMBER 2026, {ordinal}", f"{day}. XI. 2026"]
 
 
-@pytest.mark.slow
 def test_no_text_stands_for_two_different_days() -> None:
     all_dates = Dates(np.arange(FIRST.toordinal(), LAST.toordinal() + 1, 3))
     written: dict[str, str] = {}

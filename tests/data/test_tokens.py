@@ -29,7 +29,6 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "tokenizer.json"
 
 
-@pytest.mark.slow
 @given(st.text())
 def test_bytes_decode_to_the_text_they_encode(text: str) -> None:
     bytewise = ByteTokenizer()

@@ -43,7 +43,6 @@ def test_a_dataloader_shuffles_every_epoch_and_reports_batches_read_again():
     assert messages == ["reading 3 batches of the DataLoader again, up to where the run was saved"]
 
 
-@pytest.mark.slow
 def test_the_workers_of_a_dataloader_resume_with_their_random_numbers():
     loader = DataLoader(Augmented(8), 2, shuffle=True, num_workers=2, multiprocessing_context="spawn")
     first = training_batches(loader, 2, seed=0)

@@ -26,7 +26,6 @@ class Numbered:
         return {"x": index, "process": os.getpid(), "wide": 0.5}
 
 
-@pytest.mark.slow
 def test_worker_processes_read_the_same_batches_and_resume_anywhere():
     source = MappedSource(Subset(Numbered(), np.arange(11)), lambda example: {**example, "x": example["x"] ** 2})
     expected = [batch["x"] for batch in take(training_batches(source, 2, seed=0), 10)]
@@ -43,7 +42,6 @@ def test_worker_processes_read_the_same_batches_and_resume_anywhere():
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.slow
 def test_a_failure_in_a_worker_process_is_raised_as_it_is():
     batches = training_batches(Numbered(), 12, seed=0, workers=1)
     with pytest.raises(UserError, match="example 11 cannot be read"):

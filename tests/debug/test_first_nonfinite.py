@@ -93,7 +93,6 @@ def in_custom_vjp(x):
     return jax.grad(rooted)(x)[0]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fn", "operation", "line"),
     [
@@ -139,7 +138,6 @@ LARGE = 4099
 """Number of elements, which the arrays of no other test have."""
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("in_a_scan", [False, True])
 def test_values_are_freed_after_their_last_use(monkeypatch, wide, in_a_scan):
@@ -194,7 +192,6 @@ def program(params, x, key):
     return jnp.sum(pooled**2) + jax.nn.logsumexp(h) + jnp.sum(lax.iota(np.float32, 3) / 3.0)
 
 
-@pytest.mark.slow
 def test_wide_evaluates_the_same_program_in_float64():
     key = jax.random.key(0)
     params, x = {"w": jax.random.normal(jax.random.key(1), (4, 4)) / 2}, jax.random.normal(jax.random.key(2), (4, 4))

@@ -89,7 +89,6 @@ def test_the_batch_script_resumes_after_a_save() -> None:
     assert '"$status" == 143' in after
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not find_spec("ray"), reason="needs Ray: pip install 'ray[train]'")
 def test_the_ray_job_trains(tmp_path: Path) -> None:
     program = [sys.executable, DEPLOY / "ray_train.py", "--workers", "2", "--", "digits-mlp"]

@@ -52,7 +52,6 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     return jnp.where((stated == recv_sizes).all(), output, jnp.nan)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_no_token_is_dropped_whatever_the_balance(on_gpu, double, monkeypatch):
     monkeypatch.setattr(exchange.lax, "ragged_all_to_all", ragged_all_to_all)

@@ -46,7 +46,6 @@ def test_each_line_is_forwarded_with_the_number_of_its_process() -> None:
     assert sorted(err.splitlines()) == [f"[{i}] to err" for i in range(3)]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("ends", "status", "message"),
     [
@@ -60,7 +59,6 @@ def test_the_first_failure_ends_all_processes_with_its_status(ends: str, status:
     assert found == (status, "", f"jaxtrain: {message}\n")
 
 
-@pytest.mark.slow
 def test_a_process_that_ignores_sigterm_is_killed() -> None:
     ignore = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep({LONG}); print('slept')"
     status, out, _ = launched(f"sys.exit(time.sleep(1) or 3) if me else exec({ignore!r})", grace=0.5)
@@ -91,7 +89,6 @@ SAVES = "\n".join(
 )
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_forwarded_once_and_all_processes_may_finish(number: signal.Signals) -> None:
     with subprocess.Popen(launcher(f"exec({SAVES!r})"), stdout=subprocess.PIPE, text=True) as process:

@@ -521,7 +521,6 @@ def test_a_nan_ends_all_processes_and_stores_the_whole_batch(tmp_path: Path) -> 
                 np.testing.assert_array_equal(a[name], b[name])
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI: apt-get install openmpi-bin")
 def test_open_mpi_starts_a_run(one_process: Path, tmp_path: Path) -> None:
     # By default mpirun refuses to run as root, or with more processes than cores.

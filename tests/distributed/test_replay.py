@@ -14,7 +14,6 @@ from tests.cli.test_replay import lines, printed_losses
 SMALL = "digits-mlp --hidden 8 --batch-size 8 --accumulate 2 --log-every 1 --eval-every 40 --save-every 4 --steps 6"
 
 
-@pytest.mark.slow
 def test_a_run_is_replayed_on_its_mesh_or_on_one_device(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(f"train {SMALL} --mesh data=2,tensor=2 --out run".split()) == 0
@@ -36,7 +35,6 @@ def test_a_run_is_replayed_on_its_mesh_or_on_one_device(tmp_path, monkeypatch, c
     assert printed_losses(out) == pytest.approx([logged, wide], rel=1e-6)
 
 
-@pytest.mark.slow
 def test_a_nan_of_a_run_on_a_mesh_is_reproduced_and_located(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command = f"train {SMALL} --lr 1e30 --clip-norm None --warmup-steps 0 --mesh fsdp=4 --batch-size 16 --out run"

@@ -44,7 +44,6 @@ SEGMENTS = "q_segments", "k_segments"
 DROPPED = Options(0.3, causal=True, dropout=0.2)
 
 
-@pytest.mark.sampled(0, slow=3)
 @pytest.mark.parametrize(
     ("options", "names", "spec"),
     [
@@ -125,7 +124,7 @@ def test_autocast_and_remat_keep_the_ring_and_its_output(monkeypatch):
 @pytest.mark.parametrize(
     ("family", "specs"),
     [
-        pytest.param("packed", ["sequence=8"], marks=pytest.mark.slow),
+        pytest.param("packed", ["sequence=8"]),
         *(pytest.param(name, ["sequence=8", "data=2,sequence=4"], marks=pytest.mark.nightly) for name in RINGS),
     ],
 )

@@ -30,7 +30,6 @@ RULES = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RULES)
 def test_every_parameter_has_a_rule_of_its_rank_and_every_rule_is_used(name):
     used = set()

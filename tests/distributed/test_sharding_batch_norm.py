@@ -51,7 +51,6 @@ def test_groups_equal_the_ranks_of_ddp_with_running_statistics_of_rank_0():
     assert int(after["count"]) == int(norm.num_batches_tracked)
 
 
-@pytest.mark.slow
 def test_a_mesh_has_one_group_per_device():
     with jax.enable_x64(True):
         alone, _ = train(RUNS["cnn"](groups=4), steps=3)

@@ -44,7 +44,6 @@ def train(mesh):
     return state
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "data=2,fsdp=2"])
 def test_moments_are_those_of_one_device_to_the_bit(mesh):
     alone, state = train(None), train(mesh)

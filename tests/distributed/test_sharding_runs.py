@@ -60,7 +60,6 @@ def assert_same_metrics(folder, other):
         assert np.isclose(numbers[key], value, rtol=1e-5), key
 
 
-@pytest.mark.slow
 def test_a_run_on_a_mesh_equals_one_device_and_resumes_on_another_mesh(tmp_path):
     alone, meshed = tmp_path / "alone", tmp_path / "meshed"
     facts = train_recipe(alone)

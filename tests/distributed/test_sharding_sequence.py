@@ -18,12 +18,6 @@ from tests.distributed.programs import RUNS, SEQUENCES, distance, train
 from tests.distributed.test_sharding_step import NEAR
 
 
-def mark_slow(*names, default):
-    """Return the names as test parameters, with those that are not in `default` marked slow."""
-    return [pytest.param(name, marks=() if name in default else pytest.mark.slow) for name in names]
-
-
-@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("options", [{"remat": "names:attention", "unroll": True, "accumulate": 1}, {"remat": "full"}])
 def test_options_do_not_change_the_numbers(options, double):
     run = RUNS["small"]()
@@ -32,7 +26,6 @@ def test_options_do_not_change_the_numbers(options, double):
     assert distance(alone.params, state.params) < NEAR
 
 
-@pytest.mark.slow
 def test_an_overflow_in_one_part_of_a_sequence_skips_the_update_on_all():
     options = {"precision": "fp16", "loss_scale": jt.dynamic_loss_scale(init_scale=2.0**26, growth_interval=2)}
     alone, expected = train(RUNS["small"](), steps=12, **options)
@@ -58,7 +51,6 @@ def program():
     return step.compile(step.shapes(make), TOKENS)
 
 
-@pytest.mark.slow
 def test_no_activation_is_replicated(program):
     text = program.as_text()
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", text)}
@@ -76,7 +68,6 @@ def test_only_keys_and_values_are_gathered(program):
     assert 2 <= shapes.count(keys) <= 4  # in the forward and in the backward pass
 
 
-@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("spec", ["sequence=4", "sequence=2,tensor=2"])
 def test_a_fused_kernel_gets_whole_sequences_and_sharded_heads(spec, monkeypatch):
     """cuDNN's kernel needs whole sequences; here its formula, constrained like the kernel, stands in for it."""
@@ -87,7 +78,6 @@ def test_a_fused_kernel_gets_whole_sequences_and_sharded_heads(spec, monkeypatch
     assert {shape for shape in lines["all-gather"] if ROWS in shape} == set()
 
 
-@pytest.mark.slow
 def test_temporaries_decrease_with_the_number_of_devices():
     tokens = {"tokens": np.zeros((2 * ROWS, 256), np.int32)}
     steps = [deep(f"sequence={n}", positions=256) for n in (1, 4)]
@@ -95,7 +85,7 @@ def test_temporaries_decrease_with_the_number_of_devices():
     assert 4 * four < 1.2 * one, (one, four)
 
 
-@pytest.mark.parametrize("name", mark_slow(*SEQUENCES, default={"lora"}))
+@pytest.mark.parametrize("name", [*SEQUENCES])
 def test_no_product_merges_rows_and_tokens(name):
     run = RUNS[name]()
     batch = run.batch(np.random.default_rng(0))
@@ -122,7 +112,7 @@ def test_unmerged_products_have_the_same_results():
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", mark_slow("mlp", "cnn", "resnet", default={"mlp"}))
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet"])
 def test_models_without_sequences_raise_an_error(name):
     message = (
         "the mesh axis sequence shards tokens, and no marked block of this model returns any, [rows, tokens, width]: "
@@ -132,7 +122,6 @@ def test_models_without_sequences_raise_an_error(name):
         trace_run(name, "data=2,sequence=2")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "spec", "tokens", "n"), [("gpt2", "sequence=3", 8, 3), ("vit", "sequence=4", 5, 4)])
 def test_indivisible_lengths_raise_an_error(name, spec, tokens, n):
     message = f"a sequence of {tokens} tokens is not divisible by the {n} devices of sequence: use a multiple of {n}"

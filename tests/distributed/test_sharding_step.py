@@ -108,11 +108,11 @@ CONVOLUTIONS = ["dcn=2,data=2,fsdp=2", "fsdp=4,tensor=2 reshard_after=window"]
 @pytest.mark.parametrize(
     ("name", "specs"),
     [
-        pytest.param("small", MESHES, marks=pytest.mark.slow),
+        pytest.param("small", MESHES),
         pytest.param("small", PAIRS, marks=pytest.mark.nightly),
-        pytest.param("cnn", CONVOLUTIONS, marks=pytest.mark.slow),
+        pytest.param("cnn", CONVOLUTIONS),
         pytest.param("gpt2", THREE_AXES, marks=pytest.mark.nightly),
-        pytest.param("mixtral", EXPERT_MESHES[-1:], marks=pytest.mark.slow),
+        pytest.param("mixtral", EXPERT_MESHES[-1:]),
         pytest.param("mixtral", WITH_FEW_THREADS + EXPERT_MESHES[:-1], marks=pytest.mark.nightly),
         *(
             pytest.param(
@@ -154,7 +154,6 @@ def test_an_overflow_on_one_device_skips_the_update_on_all():
     assert {float(m["loss_scale"]) for m in expected} == {512, 1024, 2048}
 
 
-@pytest.mark.slow
 def test_streaming_and_a_short_window_equal_one_device(double):
     run, mesh = RUNS["mlp"](), make_mesh("data=2,fsdp=2")
     step = jt.train_step(run.loss_fn, optax.adam(1e-2), accumulate=2, precision="fp64", ema=0.9)
@@ -200,12 +199,10 @@ def on_four():
     return compiled("fsdp=4")
 
 
-@pytest.mark.slow
 def test_weights_are_gathered_a_layer_at_a_time(on_four):
     assert_gathered_by_layer(on_four)
 
 
-@pytest.mark.slow
 def test_weights_for_recomputation_are_gathered_a_layer_at_a_time():
     assert_gathered_by_layer(compiled("fsdp=4", remat="full"))
 
@@ -218,7 +215,6 @@ def assert_gathered_by_layer(program):
     assert sum(VOCABULARY in shape for shape in shapes) == 1  # the table, for the head, and not for the lookup
 
 
-@pytest.mark.slow
 def test_weights_with_the_size_of_a_batch_are_not_sharded_as_rows():
     step, make = deep("tensor=4")
     batch = {"tokens": np.zeros((2 * WIDTH, POSITIONS), np.int32)}
@@ -226,7 +222,6 @@ def test_weights_with_the_size_of_a_batch_are_not_sharded_as_rows():
     assert [shape for shape in shapes if shape in ((WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))] == []
 
 
-@pytest.mark.slow
 def test_memory_of_the_state_decreases_with_the_number_of_devices(on_four):
     step, make = deep("fsdp=1")
     whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.shapes(make)))
@@ -235,7 +230,6 @@ def test_memory_of_the_state_decreases_with_the_number_of_devices(on_four):
     assert abs(on_four.memory_analysis().argument_size_in_bytes * 4 - whole) < 1024
 
 
-@pytest.mark.slow
 def test_memory_of_the_state_on_eight_devices_is_an_eighth():
     program = "-m", "tests.planning.memory_on_every_size", "1", "8"
     done = run_with_devices(8, *program, more_flags=WITHOUT_LLVM)

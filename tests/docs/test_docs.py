@@ -15,17 +15,12 @@ from jaxtrain.losses import subgradients
 from parity.cases import CASES
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if "```python" in path.read_text()]
 # Those without a recipe; tests/examples has the others.
 SCRIPTS = [path for path in sorted((ROOT / "examples").glob("*.py")) if "jt.Recipe" not in path.read_text()]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.nightly] * (page.name == "tutorial.md")) for page in PAGES],
-    ids=lambda page: page.name,
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_python_of_a_page_runs_from_top_to_bottom_and_prints_what_the_page_shows(page, capsys):
     blocks = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", page.read_text(), re.S)
     names: dict[str, object] = {"__name__": "__main__"}
@@ -37,7 +32,6 @@ def test_the_python_of_a_page_runs_from_top_to_bottom_and_prints_what_the_page_s
             assert not printed or capsys.readouterr().out.strip() == printed.strip()
 
 
-@pytest.mark.slow
 def test_the_commands_of_the_first_five_minutes_run(tmp_path):
     _, first_steps = (ROOT / "docs" / "start.md").read_text().split("## Train\n")  # the section above installs
     commands = "".join(re.findall(r"```sh\n(.*?)```", first_steps, re.S))
@@ -49,7 +43,6 @@ def test_the_commands_of_the_first_five_minutes_run(tmp_path):
     assert "held" in done.stdout
 
 
-@pytest.mark.slow
 def test_exported_files_load_as_the_page_on_export_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```(sh|py)\n(.*?)```", (ROOT / "docs" / "export.md").read_text(), re.S)
@@ -75,7 +68,6 @@ def test_the_page_on_autograd_names_every_subgradient_and_case():
     assert {name for command in commands for name in command.split()} <= set(CASES)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_a_script_prints_a_decreasing_loss(script, capsys):
     assert len(script.read_text().splitlines()) <= 60

@@ -19,15 +19,12 @@ sys.modules[SPEC.name] = notebooks  # required by dataclass
 SPEC.loader.exec_module(notebooks)
 
 LESSONS = {"train", "port", "migrate", "scale", "plan", "nans", "data", "finetuning"}
-# They start dozens of programs, or run longer than `train`, which is representative.
-LONG = {"data", "finetuning", "migrate", "nans", "plan", "port", "scale"}
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def by_name():
-    mark = lambda page: pytest.mark.nightly if page.stem in LONG else pytest.mark.slow  # noqa: E731
-    return [pytest.param(page, id=page.stem, marks=mark(page)) for page in notebooks.PAGES]
+    return [pytest.param(page, id=page.stem) for page in notebooks.PAGES]
 
 
 def agrees(expected, line):
@@ -142,7 +139,6 @@ def test_printed_lines_are_compared_with_those_shown():
     assert missing("a 1\nb 2", "b 2\na 1\n") == "b 2"
 
 
-@pytest.mark.slow
 def test_a_cell_that_fails_is_an_error(reader_environment):
     for block in ("```python\n1 / 0\n```\n", "```sh\nfalse\necho on\n```\n"):
         with pytest.raises(Exception, match=r"ZeroDivisionError|CalledProcessError"):

@@ -120,7 +120,6 @@ def test_an_example_interrupted_and_resumed_equals_the_uninterrupted_run(example
     assert resumed.sample == run.whole.sample
 
 
-@pytest.mark.slow  # by default, runs of a recipe are killed: tests/soak/test_kills.py
 @pytest.mark.parametrize(("example", "kill"), [*zip(EXAMPLES, itertools.cycle(KILLS), strict=False)])
 def test_an_example_killed_and_resumed_equals_the_uninterrupted_run(example, kill, chain, server, tmp_path):
     run = chain(example)
@@ -135,14 +134,12 @@ def test_an_example_killed_and_resumed_equals_the_uninterrupted_run(example, kil
     assert logged(resumed) == logged(run.whole)
 
 
-@pytest.mark.slow  # tests/cli/test_own_run.py replays a step of a user's run by default
 @all_examples
 def test_replay_repeats_a_step_of_an_example(example, chain, capsys):
     assert jaxtrain.cli.main(["replay", str(chain(example).whole.run.path), str(STEPS)]) == 0
     assert "all values are finite" in capsys.readouterr().out
 
 
-@pytest.mark.sampled(1)
 @all_examples
 def test_report_shows_an_example(example, chain, capsys):
     run = chain(example).whole.run
@@ -152,7 +149,6 @@ def test_report_shows_an_example(example, chain, capsys):
     assert example in run.report.read_text()
 
 
-@pytest.mark.sampled(4)
 @all_examples
 def test_plan_finds_settings_for_an_example(example, capsys):
     settings = flags(EXAMPLES[example])
@@ -160,7 +156,6 @@ def test_plan_finds_settings_for_an_example(example, capsys):
     assert f"jaxtrain train {FOLDER}/{example}" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.sampled(2)
 @all_examples
 def test_export_writes_the_predictions_of_an_example_or_refuses_in_one_line(example, chain, tmp_path, capsys):
     run = chain(example)
@@ -177,7 +172,6 @@ def test_export_writes_the_predictions_of_an_example_or_refuses_in_one_line(exam
         assert (status, (tmp_path / "model" / "load.py").exists()) == (0, True), error
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("example", ["linen_vae.py::VAE", "diffusion.py::Diffusion"])
 def test_sample_repeats_the_text_at_the_end_of_the_run(example, chain, capsys):
     run = chain(example).whole
@@ -185,7 +179,6 @@ def test_sample_repeats_the_text_at_the_end_of_the_run(example, chain, capsys):
     assert capsys.readouterr().out == f"{run.sample}\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "example",
     [pytest.param(name, marks=[pytest.mark.nightly] * (name not in SHORT)) for name in RESULTS],

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import jax
 import numpy as np
-import pytest
 
 from jaxtrain.data.batches import training_batches
 from tests.examples.test_examples import tiny
@@ -26,7 +25,6 @@ def test_even_steps_update_the_discriminator_and_odd_steps_the_generator(chain):
     assert counts == [3, 3]
 
 
-@pytest.mark.slow
 def test_the_sum_of_the_losses_has_the_gradients_of_each():
     task = replace(tiny(RING), seed=3).task()
     batch, rng = next(training_batches(task.train, 16, 0)), jax.random.key(1)

@@ -73,7 +73,6 @@ def test_a_resume_reads_no_byte_twice(folder, stop):
         assert before + after == 40 * "b" + 40 * "a" + 30 * "c"
 
 
-@pytest.mark.slow
 def test_a_run_reads_a_file_that_is_added_while_it_trains_and_resumes_in_it(folder, tmp_path):
     recipe = recipe_of(folder, steps=60, save_every=60)
     add = {3: ("c", 200, 3), 20: ("d", 200, 4)}

@@ -152,7 +152,6 @@ def losses(run):
     return [line["loss"] for line in run.history if "loss" in line]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", ["sampler", "shuffle"])
 def test_fit_has_the_losses_of_the_script(order, tmp_path):
     expected = losses_of_the_script(make_loader(order=order, padding="max_length", max_length=8), seed=3)
@@ -161,7 +160,6 @@ def test_fit_has_the_losses_of_the_script(order, tmp_path):
     assert len(set(expected)) == STEPS
 
 
-@pytest.mark.slow
 def test_a_resumed_fit_has_the_losses_of_the_script(tmp_path):
     def interrupt(step, metrics, state):
         if step == 6:
@@ -173,7 +171,6 @@ def test_a_resumed_fit_has_the_losses_of_the_script(tmp_path):
     np.testing.assert_allclose(losses(done), expected, rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_batches_padded_to_their_longest_text_are_allowed_to_recompile(tmp_path):
     expected = losses_of_the_script(make_loader(), seed=3)
     with pytest.raises(jt.UserError, match="allow_recompile"):

@@ -3,14 +3,12 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 import jaxtrain as jt
 from jaxtrain.data.batches import training_batches
 from tests.examples.test_examples import load
 
 
-@pytest.mark.slow
 def test_retrieval_beats_chance_after_a_short_training(tmp_path):
     recipe = load("two_tower.py::Docstrings", width=64, batch_size=64, steps=80, lr=1e-2, eval_every=80)
     first, last = (line for line in jt.fit(recipe, tmp_path / "run", quiet=True).history if "eval_top5" in line)
@@ -19,7 +17,6 @@ def test_retrieval_beats_chance_after_a_short_training(tmp_path):
     assert last["eval_top5"] > 40 / names
 
 
-@pytest.mark.slow
 def test_micro_batches_have_fewer_negatives_and_a_lower_loss():
     task = load("two_tower.py::Docstrings", width=8).task()
     batch = next(training_batches(task.train, 64, 0))
@@ -33,7 +30,6 @@ def test_micro_batches_have_fewer_negatives_and_a_lower_loss():
     assert np.log(64) - 1 < float(whole.total) / 64 < np.log(64) + 1
 
 
-@pytest.mark.slow
 def test_a_mesh_keeps_the_negatives_of_the_whole_batch(tmp_path):
     recipe = load("two_tower.py::Docstrings", width=8, batch_size=16, steps=3, log_every=1, eval_every=3)
     one, four = (

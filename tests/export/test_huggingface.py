@@ -27,7 +27,6 @@ def words(tmp_path):
     return tokenizer(tmp_path / "words.json")
 
 
-@pytest.mark.slow
 def test_a_language_model_is_exported_with_its_tokenizer(words, tmp_path):
     model = GPT2(GPT2Config(vocab_size=words.size, n_positions=8, n_embd=4, n_layer=1, n_head=2), rngs=nnx.Rngs(0))
     apply, params = functional(model)

@@ -235,7 +235,6 @@ def test_weights_larger_than_a_protobuf_raise_an_error():
         to_onnx(lambda w, x: x, {"w": huge}, {"x": symbolic(SHAPE)}, "y")
 
 
-@pytest.mark.slow
 def test_a_vit_is_exported(tmp_path):
     config = ViTConfig(
         hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4

@@ -60,7 +60,6 @@ def test_the_page_shows_the_loader():
     assert f"```py\n{stablehlo.LOADER}```" in page.read_text()
 
 
-@pytest.mark.slow
 def test_a_program_that_fails_reports_the_reason(folder):
     (folder / "model.stablehlo").write_bytes(b"none")
     with pytest.raises(RunFailed, match=r"^the exported program failed \(.+\): not written$"):

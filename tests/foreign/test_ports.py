@@ -9,7 +9,6 @@ from tests.foreign.ports import PORTS
 
 pytestmark = MARKS
 
-SLOW = ("gpt2", "llama", "electra", "resnet", "t5")
 NUMBER = re.compile(r"\d+(\.\d+)?e[-+]\d+|\d+\.\d+")
 
 
@@ -17,9 +16,7 @@ def without_numbers(report):
     return NUMBER.sub("…", report)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in SLOW)) for name in PORTS]
-)
+@pytest.mark.parametrize("name", PORTS)
 def test_a_check_reports_what_the_page_shows(name):
     shown = gallery.blocks(gallery.PAGE.read_text(), gallery.REPORT)
     if name not in shown:
@@ -28,9 +25,6 @@ def test_a_check_reports_what_the_page_shows(name):
         assert without_numbers(gallery.report(name)) == without_numbers(shown[name])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.nightly] * (name != "electra")) for name in gallery.CORRECTIONS],
-)
+@pytest.mark.parametrize("name", gallery.CORRECTIONS)
 def test_a_corrected_port_holds(name):
     assert gallery.report(name, *gallery.CORRECTIONS[name]).splitlines()[0].endswith(" holds")

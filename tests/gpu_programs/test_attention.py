@@ -24,7 +24,6 @@ from jaxtrain.models import GPT2, GPT2Config, functional, gpt2
 from jaxtrain.models.attention import attention
 from jaxtrain.optim import adamw
 
-pytestmark = pytest.mark.slow
 B, T, N, H, LAYERS = 4, 96, 4, 64, 2
 SOFTMAX, BIASED = "__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmax"
 

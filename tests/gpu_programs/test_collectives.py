@@ -20,7 +20,6 @@ from tests.gpu_programs.families import FAMILIES, HEADS, LAYERS, SIZES, WIDTH, S
 pytest.importorskip("jax_plugins.xla_cuda12", reason="compiling for GPUs requires the extra gpu-programs")
 
 
-@pytest.mark.slow
 def test_gathers_and_scatters_of_fsdp_have_a_product_beside_them():
     workload = WORKLOADS["gpt2-124m"]
     compiled = case_program(workload.case({}), unroll=False, mesh="fsdp=8", rules=workload.sharding())
@@ -32,7 +31,6 @@ def test_gathers_and_scatters_of_fsdp_have_a_product_beside_them():
     assert gathered <= 1.02 * 7 / 8 * 2 * (2 * matrices + table)
 
 
-@pytest.mark.slow
 def test_gathers_and_scatters_of_unrolled_layers_have_a_product_beside_them():
     workload = WORKLOADS["gpt2-124m"]
     compiled = case_program(workload.case({"depth": 6}), mesh="fsdp=8", rules=workload.sharding())
@@ -41,7 +39,6 @@ def test_gathers_and_scatters_of_unrolled_layers_have_a_product_beside_them():
     assert max(t.whole_bytes for t in compiled.transfers if t.kind == "all-gather") <= 2 * 50304 * 768
 
 
-@pytest.mark.slow
 def test_gathers_and_scatters_in_a_window_have_a_product_beside_them():
     workload = WORKLOADS["gpt2-124m"]
     rules = workload.sharding()
@@ -54,7 +51,6 @@ def test_gathers_and_scatters_in_a_window_have_a_product_beside_them():
     assert scatters.by_count >= 0.9 if jax.__version_info__ < (0, 10, 2) else scatters.by_bytes >= 0.85
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("accumulate", "size"), [pytest.param(1, 2, marks=pytest.mark.nightly), (4, 4)])
 def test_gradients_are_added_within_a_node_before_a_part_of_each_leaves_it(accumulate, size):
     """In bfloat16, but for those of lookups; those of a window in float32."""
@@ -68,7 +64,6 @@ def test_gradients_are_added_within_a_node_before_a_part_of_each_leaves_it(accum
     assert compiled.host_waits == 0
 
 
-@pytest.mark.slow
 def test_a_ring_sends_keys_while_cudnn_computes():
     """Each of 8 devices has two chunks of 384 tokens: 3 parts in the first step, 2 in each of the 7 others."""
     length, chunk = 6144, 384

@@ -17,36 +17,22 @@ from tests.gpu_programs.golden import GOLDEN, summary
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="compiling for GPUs requires the extra gpu-programs")
 
-# In the default suite; the others are slow.
-QUICK = [Settings("gpt2"), Settings("bert")]
 PROGRAMS = [
-    *QUICK,
-    *(Settings(family) for family in ("llama", "t5", "vit", "resnet", "lora")),
-    Settings("gpt2", "fp16"),
+    *(Settings(family) for family in ("gpt2", "bert", "llama", "t5", "vit", "resnet", "lora")),
+    *(Settings("gpt2", precision) for precision in ("fp16", "fp32", "tf32")),
     Settings("gpt2", accumulate=4),
     *(Settings("gpt2", remat=policy) for policy in ("full", "dots")),
-    Settings("gpt2", unroll=True),
+    *(Settings(family, unroll=True) for family in ("gpt2", "bert")),
     *(Settings("gpt2", mesh=mesh) for mesh in ("data=8", "tensor=8")),
+    *(Settings(family, mesh="fsdp=8") for family in ("gpt2", "llama")),
+    *(Settings("gpt2", mesh=mesh, accumulate=4) for mesh in ("data=8", "fsdp=8")),
     Settings("gpt2", mesh="fsdp=8", accumulate=4, reshard_after="window"),
     *(Settings("llama", mesh="data=2,fsdp=4", accumulate=accumulate) for accumulate in (1, 4)),
     Settings("mixtral", mesh="data=2,expert=4", accumulate=4),
 ]
-# Others of the above cover them, each axis of a mesh with and without windows; test_kernels covers the precisions.
-NIGHTLY = [
-    *(Settings("gpt2", precision) for precision in ("fp32", "tf32")),
-    Settings("bert", unroll=True),
-    *(Settings(family, mesh="fsdp=8") for family in ("gpt2", "llama")),
-    *(Settings("gpt2", mesh=mesh, accumulate=4) for mesh in ("data=8", "fsdp=8")),
-]
 
 
-def _cases():
-    marks = dict.fromkeys(PROGRAMS, pytest.mark.slow) | dict.fromkeys(NIGHTLY, pytest.mark.nightly)
-    marks |= dict.fromkeys(QUICK, ())
-    return [pytest.param(settings, id=settings.name, marks=of) for settings, of in marks.items()]
-
-
-@pytest.mark.parametrize("settings", _cases())
+@pytest.mark.parametrize("settings", PROGRAMS, ids=lambda settings: settings.name)
 def test_a_compiled_step_keeps_the_contract(settings):
     compiled = program(settings)
     assert compiled.host_waits == 0, "the host waits for the GPU inside a step"
@@ -99,7 +85,6 @@ def wrong_products(compiled: GpuProgram, settings: Settings) -> list[str]:
     return wrong
 
 
-@pytest.mark.slow
 def test_more_devices_than_key_heads_compute_all_heads():
     """Mixtral's experts too: no axis but tensor has several devices."""
     settings = Settings("mixtral", mesh="tensor=8")

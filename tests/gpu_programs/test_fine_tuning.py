@@ -11,7 +11,6 @@ from tests.recipes.sparse_model import LLAMA_7B, LLAMA_70B, write_conversations,
 LENGTH, GIB = 4096, 2**30
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "settings", "most"),
     [

@@ -19,7 +19,6 @@ from jaxtrain.transforms.fp8_scales import E4M3, E5M2, Quantized
 from jaxtrain.transforms.scaled_product import scaled_product
 from tests.gpu_programs.families import FAMILIES, LAYERS, VOCABULARY, WIDTH, Settings, program
 
-pytestmark = pytest.mark.slow
 pytest.importorskip("jax_plugins.xla_cuda12", reason="compiling for GPUs requires the extra gpu-programs")
 
 ROWS, FEATURES = 512, 1024

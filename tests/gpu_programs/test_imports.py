@@ -68,7 +68,6 @@ def _resnet18(sizes):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workload", "own_sizes", "module", "calls"),
     [

@@ -15,7 +15,6 @@ from jaxtrain.cost.gpu import TARGETS, compile_for_gpu, gpu_devices
 from jaxtrain.distributed import make_mesh
 from jaxtrain.models.attention import attention
 
-pytestmark = pytest.mark.slow
 B, T, N, K, H = 2, 2048, 4, 2, 64
 PALLAS = "Pallas attention"
 

@@ -46,7 +46,6 @@ def assert_scheduled(compiled, micro_batches, chunks=1):
     return schedule
 
 
-@pytest.mark.slow
 def test_the_bubble_is_that_of_the_closed_form():
     compiled = pipelined(16)
     schedule = assert_scheduled(compiled, 16)

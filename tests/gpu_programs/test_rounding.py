@@ -12,7 +12,6 @@ from jaxtrain.cost.gpu import compile_for_gpu, gpu_devices
 from jaxtrain.optim import adamw
 from jaxtrain.step.step import Gradient, update
 
-pytestmark = pytest.mark.slow
 pytest.importorskip("jax_plugins.xla_cuda12", reason="compiling for GPUs requires the extra gpu-programs")
 PARAMS = {
     "layers": jax.ShapeDtypeStruct((3, 512, 768), jnp.bfloat16),

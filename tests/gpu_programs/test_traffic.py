@@ -14,7 +14,6 @@ from jaxtrain.models import functional
 from jaxtrain.models.layer_norm import LayerNorm
 from jaxtrain.transforms import overwrite_logits, split_products
 
-pytestmark = pytest.mark.slow
 ROWS, WIDTH, CLASSES = 4096, 512, 50304
 
 

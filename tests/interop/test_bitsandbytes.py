@@ -92,7 +92,6 @@ def part(saved, *names):
     return {name: saved[name] for name in names}
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_a_run_continues_in_both_directions_with_the_same_codes(kind, tmp_path, monkeypatch):
     nearest_codes(monkeypatch)
@@ -156,7 +155,6 @@ def test_what_cannot_be_converted_raises_an_error(tmp_path, monkeypatch):
         torch_run(read_torch(tmp_path / "odd.pt"), odd, {"p": jax.ShapeDtypeStruct((2, 90, 70), np.float32)})
 
 
-@pytest.mark.slow
 def test_a_live_optimizer_is_converted_by_its_class_and_arguments():
     optim = bitsandbytes()[0].optim
     net = Net()

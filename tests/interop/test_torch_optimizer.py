@@ -68,7 +68,6 @@ def run_both(optimizer, scheduler, p, metric=False, **extra):
 
 
 # Muon's matrices are transposed by a name table, below.
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] != "muon"])
 def test_every_optimizer_and_argument_equals_pytorch(name, options):
     p = torch_params(3, 4)
@@ -101,7 +100,6 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_every_scheduler_equals_pytorch(scheduler, kind):

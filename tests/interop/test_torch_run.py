@@ -53,7 +53,6 @@ OPTIMIZER_CASES = [(name, options) for name, all_options in OPTIMIZERS.items() f
 READ_THEIR_RATE = {"Adafactor", "ASGD", "Rprop"}
 
 
-@pytest.mark.sampled(1, slow=4)
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 def test_round_trip_is_bit_equal_for_every_optimizer_and_scaler(schedule, tmp_path):
     for name, options in OPTIMIZER_CASES:
@@ -97,7 +96,6 @@ def continue_run(name, options, schedule, scaler, tmp_path, **options_of_import)
     return again, copy.deepcopy(theirs.step(4).parts()), resumed.parts(), theirs.step(3).parts()
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(("name", "options"), OPTIMIZER_CASES)
 def test_every_optimizer_continues_in_both_directions(name, options, tmp_path, monkeypatch):
@@ -109,7 +107,6 @@ def test_every_optimizer_continues_in_both_directions(name, options, tmp_path, m
         assert_same(mine, {**other, "step": mine["step"]}, close=1e-10, where=name)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("schedule", [s for s in SCHEDULERS if s != "plateau"])
 def test_every_schedule_continues_in_both_directions(schedule, tmp_path):

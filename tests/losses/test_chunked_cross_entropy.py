@@ -27,7 +27,6 @@ def value_and_gradients(fn, hidden, projection, labels):
     return [values, *pull(cotangent)]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}, {"ignore_index": 3}])
 @pytest.mark.parametrize(("shape", "chunk"), [((12,), 4), ((2, 5), 4), ((3, 2, 2), 1), ((7,), 100)])
 def test_values_and_gradients_equal_cross_entropy_in_float64(shape, chunk, options):
@@ -66,7 +65,6 @@ def test_second_derivatives_equal_cross_entropy():
         np.testing.assert_allclose(chunked, curvature(lambda h, w, y: cross_entropy(h @ w, y)), rtol=1e-12)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", [None, jnp.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
 def test_at_a_vocabulary_of_32768_temporaries_are_under_a_quarter(precision, tied):
@@ -117,7 +115,6 @@ def test_under_autocast_products_are_bfloat16_and_the_weight_gradient_is_summed_
     assert (projection.shape, np.float32) in [(aval.shape, aval.dtype) for aval in carries]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 def test_training_with_accumulation_equals_training_with_cross_entropy(remat):
     hidden, projection, labels = draw(8)

@@ -198,7 +198,6 @@ def test_values_and_gradients_at_a_kink_equal_pytorch(kink):
     assert not all(np.array_equal(t, j) for t, j in zip(grads, kink.jax_gradients, strict=True)), "no difference"
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kink", KINKS.values(), ids=KINKS)
 def test_the_gradient_of_the_jax_function_at_a_kink_is_the_recorded_one(kink):
     _, grads = in_jax(kink.jax_fn, kink.at)
@@ -206,7 +205,6 @@ def test_the_gradient_of_the_jax_function_at_a_kink_is_the_recorded_one(kink):
         np.testing.assert_allclose(found, np.array(known, float), rtol=1e-15, atol=0)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", SMOOTH)
 @pytest.mark.parametrize("seed", range(2))
 def test_values_and_gradients_away_from_kinks_equal_pytorch_to_rounding(case, seed):
@@ -219,7 +217,6 @@ def test_values_and_gradients_away_from_kinks_equal_pytorch_to_rounding(case, se
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12 * np.abs(b).max())
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", ["max", "min", "median of equals", "median along an axis"])
 def test_the_same_one_of_equal_values_is_selected_as_in_pytorch(case):
     rng = np.random.default_rng(0)
@@ -236,7 +233,6 @@ def test_nan_is_propagated(case):
     assert np.isnan(in_torch(KINKS[case].theirs, ([1.0, NAN, 2.0],))[0]).any()
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kink", KINKS.values(), ids=KINKS)
 def test_functions_support_second_derivatives_vmap_and_jit(kink):
     inputs = [jnp.asarray(x, np.float64) for x in kink.at]
@@ -251,7 +247,6 @@ def test_functions_support_second_derivatives_vmap_and_jit(kink):
         np.testing.assert_allclose(pair, np.stack([alone, alone]), rtol=1e-15)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kink", KINKS.values(), ids=KINKS)
 def test_gradients_under_autocast_equal_pytorch(kink):
     def gradient(*xs):
@@ -288,7 +283,6 @@ SECOND = {
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", SECOND)
 def test_second_derivatives_equal_pytorch(case):
     kink, points = KINKS[case], SECOND[case]

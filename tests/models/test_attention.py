@@ -71,7 +71,6 @@ def test_causal_and_a_mask_are_combined():
         assert_same(with_gradients(*arrays, mask=mask, causal=True), torch_attention(*arrays, mask=both))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("heads", [N, 2])
 def test_a_fully_masked_row_is_zero_and_has_no_gradient(heads):
     arrays, mask = inputs(heads=heads), np.ones((B, 1, T, S), bool)
@@ -143,7 +142,6 @@ def gradients(dtype=None, **options):
     return jax.grad(summed if dtype is None else autocast(summed, dtype), argnums=(0, 1, 2))
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_in_low_precision_a_program_for_cuda_calls_cudnn(dtype):
     arrays = inputs(6, 6, heads=2, dtype=np.float32)[:3]
@@ -196,7 +194,6 @@ def test_other_programs_compute_the_formula():
     assert fused_calls(lowered(gradients(causal=True), *odd))
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("case", ["mask", "window"])
 def test_the_fused_primitives_differentiate_and_batch_like_the_formula(case):
     """Where there is no kernel the primitives compute the formula: what is around the kernel is checked in float64."""
@@ -218,7 +215,6 @@ def test_the_fused_primitives_differentiate_and_batch_like_the_formula(case):
         assert_same([batched, *vjp(cotangent)], [each, *jax.vjp(lambda q: jnp.stack([*map(one, q)]), q)[1](cotangent)])
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("shape", BIASES)
 def test_the_fused_primitives_differentiate_and_batch_a_bias(shape):
     q, k, v, cotangent = inputs(heads=2)

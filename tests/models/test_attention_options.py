@@ -50,7 +50,6 @@ def test_all_options_together_equal_the_explicit_form():
     assert_explicit(EVERYTHING, range(5))
 
 
-@pytest.mark.slow
 @settings(max_examples=32, deadline=None, derandomize=True)
 @given(programs(), st.integers(0, 2**30))
 def test_any_combination_of_options_equals_the_explicit_form(program, seed):
@@ -80,7 +79,6 @@ def transformed(program, given, cotangent):
         return evaluate(given.trained)
 
 
-@pytest.mark.slow
 def test_second_derivatives_and_mapped_gradients_are_those_of_the_formula():
     given, cotangent = drawn(EVERYTHING, 0)
     ours, theirs = (transformed(EVERYTHING._replace(blocks=blocks), given, cotangent) for blocks in ((8, 16), None))

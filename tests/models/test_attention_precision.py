@@ -58,13 +58,12 @@ def ratios(name, blocks, dtype, seeds):
     return found
 
 
-SLOW = [("everything", "blocks", "float32"), ("everything", "formula", "bfloat16"), ("packed", "blocks", "bfloat16")]
-ALL = product(PROGRAMS, ("blocks", "formula"), ("float32", "bfloat16", "float16"))
+ALL = [*product(PROGRAMS, ("blocks", "formula"), ("float32", "bfloat16", "float16"))]
 
 
 @pytest.mark.parametrize(
     ("name", "path", "dtype"),
-    [pytest.param(*case, marks=pytest.mark.slow if case in SLOW else pytest.mark.nightly) for case in ALL],
+    ALL,
 )
 def test_attention_is_at_most_twice_as_far_from_the_truth_as_pytorchs(name, path, dtype):
     found = ratios(name, SIZES.blocks if path == "blocks" else None, dtype, range(6))

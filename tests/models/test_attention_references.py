@@ -117,7 +117,6 @@ def reference(name, seed):
     return given, cotangent, dict(zip(("out", *tensors), (x.detach().numpy() for x in (out, *grads)), strict=True))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("blocks", [(8, 16), None], ids=["blocks", "formula"])
 @pytest.mark.parametrize("name", REFERENCES)
 def test_values_and_gradients_equal_the_reference_in_float64(name, blocks):

@@ -34,7 +34,6 @@ def model(**changes):
     return enlarged(Bert(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0)))
 
 
-@pytest.mark.slow
 def test_tokens_give_logits_of_either_head_and_blocks_are_stacked():
     apply, params = model()
     assert apply(params, TOKENS).shape == (3, 6, 11)
@@ -82,7 +81,6 @@ def test_the_embedding_of_an_input_gets_a_gradient_unless_it_is_padding(pad_toke
     assert np.flatnonzero(np.abs(gradient["word"]).sum(axis=1)).tolist() == ([3, 5] if pad_token_id == 0 else [0, 3, 5])
 
 
-@pytest.mark.slow
 def test_the_padding_embedding_is_zero_and_has_a_gradient_only_as_a_target():
     tokens = TOKENS.copy()
     tokens[:, 0] = 0
@@ -94,7 +92,6 @@ def test_the_padding_embedding_is_zero_and_has_a_gradient_only_as_a_target():
         assert gradient["embeddings"]["word"][tokens[0, 1]].any()
 
 
-@pytest.mark.slow
 def test_dropout_is_applied_only_with_a_key():
     apply, params = model(num_labels=3)
     one, again, other = (apply(params, TOKENS, None, None, jax.random.key(seed)) for seed in (0, 0, 1))

@@ -5,7 +5,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxtrain.models.attention import attention
 from jaxtrain.models.attention.blocks import Sizes, visible_pairs, visible_pairs_by_row
@@ -38,7 +37,6 @@ def test_blocks_without_a_visible_pair_are_not_computed():
     assert [*map(int, counts(np.where(np.arange(1024) < 1000, segments + 1, 0)))] == [alone, alone]
 
 
-@pytest.mark.slow
 def test_temporaries_are_linear_in_the_length():
     """The memory of XLA's buffers, forward and backward, of 8,192 tokens and one head of 64."""
     like = jax.ShapeDtypeStruct((1, 8192, 1, 64), np.float32)

@@ -93,7 +93,6 @@ def language_models():
     return ours, text.torch_model(llama.to_hf(SIZES)), llama.torch_names(SIZES)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("models", "loss", "torch_loss"),
     [
@@ -146,7 +145,6 @@ def assert_alike(ours, theirs, bar):
         assert error <= bar * scale, f"{name}: {error:.2g}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ours"), [("sigmoid", losses.dpo), ("ipo", losses.ipo)])
 def test_losses_of_pairs_equal_those_of_the_trainer_of_trl(kind, ours):
     trl = pytest.importorskip("trl")
@@ -209,7 +207,6 @@ def test_noise_of_embeddings_is_that_of_transformers_and_only_where_tokens_are_l
         with_neftune(lambda params: params["wte"], "wpe", 1.0)({"wte": table}, rng=key)
 
 
-@pytest.mark.slow
 def test_log_probabilities_need_no_logits_of_all_tokens():
     compute, params = functional(Llama(SIZES, rngs=nnx.Rngs(0)), log_probs)
     given = batch(0)

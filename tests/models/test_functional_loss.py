@@ -85,7 +85,6 @@ class TorchNet(torch.nn.Module):
         return self.second(y.sin() + self.dropout(x)) * 3
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("library", NETS)
 def test_a_module_of_each_library_is_checked_against_pytorch(library):
     build, loss = NETS[library]

@@ -96,18 +96,7 @@ def torchs_text(theirs, mask=MASK, **options):
     return text[:, 1 if theirs.config.is_encoder_decoder else PROMPTS.shape[1] :]
 
 
-LONG = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-by-layer", "smollm3"}
-
-
-LONGEST = {"qwen2", "qwen3", "mistral"}  # their attention is that of qwen3-by-layer
-
-
-def marks(name):
-    return pytest.mark.nightly if name in LONGEST else pytest.mark.slow if name in LONG else ()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in DECODERS])
+@pytest.mark.parametrize("name", DECODERS)
 def test_greedy_texts_of_uneven_prompts_equal_transformers_in_float32_and_float64(name, monkeypatch):
     monkeypatch.setattr(generation, "_BLOCK", 48)  # the cache grows once
     model, theirs, params = made(DECODERS[name])
@@ -131,7 +120,6 @@ T5S = {
 SCATTERED = np.random.default_rng(3).random(PROMPTS.shape) > 0.3
 
 
-@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize("mask", [MASK, MASK[:, ::-1].copy(), SCATTERED], ids=["left", "right", "scattered"])
 @pytest.mark.parametrize("name", T5S)
 def test_greedy_answers_to_uneven_sources_equal_transformers_in_float32_and_float64(name, mask):
@@ -146,7 +134,6 @@ def test_greedy_answers_to_uneven_sources_equal_transformers_in_float32_and_floa
     np.testing.assert_array_equal(ours, torchs_text(copy.deepcopy(theirs).double(), **expected))
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", T5S)
 def test_answers_decoded_in_pieces_have_the_logits_of_one_pass(name):
     model, _, params = made(T5S[name])
@@ -181,7 +168,6 @@ def flops_of_a_token(name, prompt, new_tokens):
     return flops(jaxpr_as_fun(body), *body.in_avals)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "width", "weights", "slots"),
     [
@@ -200,7 +186,6 @@ def test_the_flops_of_a_token_depend_only_on_the_cache_size(name, width, weights
     assert longer == later == short + layers * 20 * attention_flops
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm3", "mistral"])
 def test_padded_tokens_read_in_pieces_have_the_logits_that_each_row_has_alone(name):
     model, _, params = made(DECODERS[name])
@@ -256,7 +241,6 @@ def test_long_sequences_of_mixed_layers_have_no_array_of_queries_by_keys():
         assert ((1, 300, 61) in shapes) == (program is train)
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_a_text_ends_at_the_stop_token_and_is_padded_after_it(name):
     model, theirs, params = made({**DECODERS, **T5S}[name])
@@ -305,7 +289,6 @@ def test_tokens_are_drawn_with_their_probabilities():
     assert (np.abs(drawn - expected) <= 5 * np.sqrt(expected * (1 - expected) / n)).all()
 
 
-@pytest.mark.slow
 def test_texts_depend_on_the_seed_and_a_second_call_compiles_nothing():
     model, _, params = made(DECODERS["gpt2"])
     sampling = Sampling(temperature=1.0)
@@ -373,7 +356,6 @@ def by_full_passes(model, params, prompt, new_tokens, context):
 DRAWN = Sampling(temperature=1.0)
 
 
-@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
 def test_a_stream_has_the_tokens_of_generate(name):
     model, _, params = made(DECODERS[name])
@@ -382,7 +364,6 @@ def test_a_stream_has_the_tokens_of_generate(name):
         assert [*stream(model, params, PROMPTS[0], 24, sampling=sampling, seed=seed)] == together[0].tolist()
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("prompt", [1, 3, 7, 8, 9], ids=lambda n: f"prompt-{n}")
 def test_a_stream_beyond_the_context_has_the_tokens_of_full_passes_over_its_windows(name, prompt):
@@ -392,7 +373,6 @@ def test_a_stream_beyond_the_context_has_the_tokens_of_full_passes_over_its_wind
     assert streamed == by_full_passes(model, params, prompt, 21, context=8)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("context", [None, 1])
 def test_a_stream_takes_a_prompt_longer_than_the_context(context):
     model, _, params = made(GPT2_CONFIG)

@@ -23,7 +23,6 @@ def model(**changes):
     return enlarged(GPT2(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0)))
 
 
-@pytest.mark.slow
 def test_tokens_give_logits_and_blocks_are_stacked():
     apply, params = model(n_layer=3)
     assert apply(params, TOKENS).shape == (3, 6, 11)
@@ -39,7 +38,6 @@ def test_layers_have_different_initial_weights():
     assert not np.array_equal(first, second)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("position", range(6))
 def test_a_token_changes_only_its_own_and_later_logits(position):
     apply, params = model()
@@ -84,7 +82,6 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean(rate):
     assert abs((dropped == 0).mean() - rate) < 5 * np.sqrt(rate * (1 - rate) / n)
 
 
-@pytest.mark.slow
 def test_every_dropout_in_every_layer_has_a_separate_mask(drawn_masks):
     apply, params = functional(GPT2(CONFIG, rngs=nnx.Rngs(0)))
     with jax.disable_jit():

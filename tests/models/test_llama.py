@@ -71,7 +71,6 @@ def randomized_model(config):
     return theirs.double()
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_loss_and_gradients_equal_transformers_in_float64(name):
     config = CONFIGS[name]
@@ -241,7 +240,6 @@ def test_rotary_frequencies_equal_transformers(name):
         assert rope.magnitude == pytest.approx(magnitude, rel=1e-15)
 
 
-@pytest.mark.slow
 def test_packed_sequences_equal_separate_sequences():
     apply, params = model()
     lengths = (4, 3, 2)
@@ -257,7 +255,6 @@ def test_packed_sequences_equal_separate_sequences():
             start += n
 
 
-@pytest.mark.slow
 def test_attention_is_causal_and_limited_to_the_window():
     changed = TOKENS.copy()
     changed[:, 2] = (changed[:, 2] + 1) % 31
@@ -288,7 +285,6 @@ def test_float64_stays_float64_and_products_are_in_low_precision_under_autocast(
     assert all(v.aval.dtype == np.float32 for eqn in roots for v in eqn.outvars)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "names:attention,hidden"])
 def test_rematerialised_gradients_are_the_same_with_dropout(policy):
     apply, params = model(attention_dropout=0.3)

@@ -55,7 +55,6 @@ def loss_of(apply):
     return lambda params, *rng: cross_entropy(apply(params, TOKENS[:, :-1], *rng), TOKENS[:, 1:]).sum()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["none", "full", "names:hidden"])
 def test_merged_and_unmerged_adapters_give_the_same_loss_and_gradients(policy):
     adapters = some_adapters()
@@ -101,7 +100,6 @@ def test_no_array_of_the_size_of_a_kernel_is_computed():
     assert (2, 3, 32) in shapes["unmerged"]
 
 
-@pytest.mark.slow
 def test_only_the_adapters_are_trained():
     def loss_fn(params, batch, rng):
         losses = cross_entropy(apply(params, batch[:, :-1], None, rng=rng), batch[:, 1:])
@@ -125,7 +123,6 @@ def test_only_the_adapters_are_trained():
     assert sum(x.size for x in jax.tree.leaves(moments)) == sum(x.size for x in jax.tree.leaves(before["lora"]))
 
 
-@pytest.mark.slow
 def test_dropout_applies_to_the_input_of_each_adapter_with_a_separate_mask():
     params, apply = {"base": PARAMS, "lora": some_adapters()}, lora.with_adapters(APPLY, replace(CONFIG, dropout=0.5))
 
@@ -333,7 +330,6 @@ def test_mis_shaped_tensors_are_named(tmp_path):
     assert "mis-shaped base_model.model.transformer.h.0" in refused(lambda: load_adapters(tmp_path, PARAMS, NAMES))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["lora", "quantized dora"])
 def test_texts_generated_through_adapters_are_those_of_the_merged_model(form):
     config = replace(CONFIG, dora=form != "lora")

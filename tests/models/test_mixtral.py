@@ -44,7 +44,6 @@ def hf_config(config):
     return AutoConfig.for_model(written["model_type"], **kept, experts_implementation="eager")
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chosen", [1, 2, 5])
 def test_a_layer_and_its_gradients_equal_transformers_in_float64(chosen):
     config = dataclasses.replace(CONFIG, num_experts_per_tok=chosen)
@@ -79,7 +78,6 @@ def test_a_layer_and_its_gradients_equal_transformers_in_float64(chosen):
         np.testing.assert_allclose(mine, yours.numpy(), rtol=0, atol=1e-13 * scale)
 
 
-@pytest.mark.slow
 def test_an_expert_without_tokens_has_no_gradient():
     apply, params = functional(Experts(CONFIG, rngs=nnx.Rngs(0)))
     x = np.abs(X.astype(np.float32))
@@ -127,7 +125,6 @@ def test_configs_round_trip_through_transformers():
     assert from_hf(older) == CONFIG
 
 
-@pytest.mark.slow
 def test_router_logits_are_returned_if_requested():
     tokens = np.arange(8, dtype=np.int32).reshape(2, 4)
     apply, params = functional(Mixtral(CONFIG, rngs=nnx.Rngs(0)))

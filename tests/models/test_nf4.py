@@ -54,7 +54,6 @@ def test_all_bits_are_those_that_bitsandbytes_computes(case):
         np.testing.assert_array_equal(of_stack, jnp.stack([dequantized.T] * 2))
 
 
-@pytest.mark.sampled(0, slow=4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("shape", [(30, 20), (512, 192), (7, 9)])
 def test_bits_equal_those_of_bitsandbytes(dtype, shape):
@@ -90,7 +89,6 @@ def model(sizes=SIZES):
     return apply, params, nf4.quantize_params(params, TARGETS)
 
 
-@pytest.mark.slow
 def test_adapters_on_quantized_kernels_are_those_on_dequantized_ones():
     apply, params, quantized = model()
     config = LoraConfig(r"blocks/(qkv|fc)/kernel", r=2, dora=True)
@@ -112,7 +110,6 @@ def test_adapters_on_quantized_kernels_are_those_on_dequantized_ones():
     assert jax.tree.map(np.shape, merged) == jax.tree.map(np.shape, params)
 
 
-@pytest.mark.slow
 def test_a_step_trains_adapters_in_low_precision_and_leaves_the_quantized_kernels(tmp_path):
     apply, _, quantized = model()
     config = LoraConfig(r"blocks/(qkv|fc)/kernel", r=2, dropout=0.1)
@@ -139,7 +136,6 @@ def test_a_step_trains_adapters_in_low_precision_and_leaves_the_quantized_kernel
     jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)
 
 
-@pytest.mark.slow
 def test_at_most_a_layer_is_dequantized_at_a_time():
     """Without rematerialization too: the backward pass dequantizes again instead of storing the kernels."""
     width, layers = 256, 8
@@ -157,7 +153,6 @@ def test_at_most_a_layer_is_dequantized_at_a_time():
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_under_autocast_a_biased_layer_stays_in_low_precision():
     params = {"w": nf4.quantize(jnp.ones((64, 3))), "b": jnp.ones(3)}
     layer = nf4.with_quantized(lambda p, x: x @ p["w"] + p["b"][None])

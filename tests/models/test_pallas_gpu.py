@@ -17,8 +17,6 @@ from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.pallas_gpu import Blocks, Schedule
 from tests.models.attention_operands import BOUND, EVERYTHING, configurations, draw, explicit
 
-pytestmark = pytest.mark.slow
-
 
 @cache
 def interpreted(options, blocks):

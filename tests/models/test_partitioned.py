@@ -16,7 +16,6 @@ from tests import lowering
 B, T = 4, 8
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (4, 1), (2, 2)])
 def test_devices_compute_their_rows_and_heads(heads, groups, monkeypatch):
     # The compiler calls back to lower the kernel, in a context of its own.

@@ -39,7 +39,6 @@ def llama_pair():
     return theirs, Llama(LLAMA_SIZES, rngs=nnx.Rngs(0)), llama_family.torch_names(LLAMA_SIZES)
 
 
-@pytest.mark.sampled(0, slow=2)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
     ("pair", "targets", "method"),

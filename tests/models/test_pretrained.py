@@ -115,7 +115,6 @@ def saved(model, folder, **options):
     save_pretrained(folder, nnx.to_pure_dict(params), model.config, model_state=nnx.to_pure_dict(state[0]), **options)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_read_and_written_as_transformers_does(family, tmp_path):
     theirs = made_by_transformers(family, tmp_path / "theirs")
@@ -355,7 +354,6 @@ def test_a_configuration_that_is_not_a_json_object_is_refused(folder, text):
     assert "download it again" in refused(folder)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "model.bin", ""])
 def test_an_index_that_names_another_file_is_refused(folder, name):
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")

@@ -39,7 +39,6 @@ def model(config=CONFIG):
     return jax.jit(apply, static_argnums=3), params, state
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("config", "parameters"), [(RESNET_18, 11_689_512), (RESNET_34, 21_797_672), (RESNET_50, 25_557_032)]
 )
@@ -93,7 +92,6 @@ def test_float64_stays_float64_throughout():
     assert_float64_throughout(gradient, (params, state))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -146,7 +144,6 @@ def test_initial_weights_are_drawn_as_transformers_draws_them():
             assert (reach(ours[name]) > 2.5) == (reach(expected) > 2.5), name
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [5, 6])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("kernel", [1, 3, 7])
@@ -160,7 +157,6 @@ def test_a_convolution_is_padded_as_in_pytorch(kernel, stride, size):
     np.testing.assert_allclose(ours, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [5, 6])
 def test_pooling_of_equal_and_negative_values_has_pytorchs_values_and_gradients(size):
     rng = np.random.default_rng(0)

@@ -84,7 +84,6 @@ def test_the_decoder_is_causal_and_attends_to_the_whole_source():
     assert (np.asarray(logits(params, source, DECODER_TOKENS)) != a).any(-1).all()
 
 
-@pytest.mark.slow
 def test_dropout_is_determined_by_the_key():
     apply, params = functional(T5(GATED, rngs=nnx.Rngs(0)))
     logits = jax.jit(apply)
@@ -93,7 +92,6 @@ def test_dropout_is_determined_by_the_key():
     assert not np.array_equal(one, other)
 
 
-@pytest.mark.slow
 def test_every_dropout_in_every_layer_has_a_separate_mask(drawn_masks):
     apply, params = functional(T5(CONFIG, rngs=nnx.Rngs(0)))
     with jax.disable_jit():

@@ -74,7 +74,6 @@ def test_float64_stays_float64_throughout():
     assert_float64_throughout(jax.value_and_grad(loss), params, jax.random.key(0))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("changes", [{}, {"qkv_bias": False, "image_size": 8, "patch_size": (4, 2)}])
 def test_names_and_configuration_equal_transformers(changes):
     config = dataclasses.replace(CONFIG, **changes)

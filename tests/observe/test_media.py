@@ -150,7 +150,6 @@ with MetricsLog(folder / "metrics.jsonl", folder / "tensorboard", from_step=0) a
 """
 
 
-@pytest.mark.slow
 def test_after_sigkill_every_line_has_its_files(tmp_path):
     run = jt.run_folder.RunFolder(tmp_path)
     with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True) as child:

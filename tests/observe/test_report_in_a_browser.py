@@ -15,10 +15,7 @@ from jaxtrain.observe.serve import report_server
 from .browser import CHROMIUM, DRIVER, browser
 from .runs import line, write_run
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver"),
-]
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
 TAB, LEFT, HOME, ESCAPE = "\ue004", "\ue012", "\ue011", "\ue00c"
 VALUE_TEXT = "return document.querySelectorAll('.plot')[0].getAttribute('aria-valuetext')"
 PATHS = "return [...document.querySelectorAll('.plot .line')].map((p) => p.getAttribute('d'))"

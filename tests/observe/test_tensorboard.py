@@ -139,14 +139,12 @@ def test_histograms_equal_numpys_and_count_only_finite_elements(tmp_path):
     assert events.Histograms("layer/flat")[0].histogram_value.max == 2.0
 
 
-@pytest.mark.slow
 def test_pytorch_is_not_imported(tmp_path):
     written = "import sys; from pathlib import Path; from jaxtrain.observe.tensorboard import Events; "
     written += f"Events(Path({str(tmp_path / 'events')!r})); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", written], check=True)
 
 
-@pytest.mark.slow
 def test_other_threads_can_import_pytorch_meanwhile(tmp_path):
     """A fake tensorboardX waits during its import until another thread has imported a fake torch."""
     (tmp_path / "torch.py").write_text("")

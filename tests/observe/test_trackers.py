@@ -13,7 +13,7 @@ from jaxtrain.observe.tracking import track_run
 
 from .runs import write_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the trackers' own warnings
+pytestmark = pytest.mark.filterwarnings("default")  # the trackers' own warnings
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,6 @@ def log_media(run):
         log.write({"step": 50, "eval_loss": 0.5}, media)
 
 
-@pytest.mark.slow
 def test_wandb_offline_records_the_run_without_a_key(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
@@ -99,7 +98,6 @@ def test_wandb_offline_records_the_run_without_a_key(tmp_path, monkeypatch):
     assert histories[1] == []
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # from MLflow's database
 def test_mlflow_records_the_run(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
@@ -132,7 +130,6 @@ def test_mlflow_records_the_run(tmp_path, monkeypatch):
     assert sorted(path.split("-")[1] for path in files) == ["table", "text", "tone"]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # from MLflow's database
 def test_a_failing_disk_is_reported_once(tmp_path):
     pytest.importorskip("mlflow")

@@ -81,7 +81,6 @@ def test_codes_and_values_are_bitsandbytes_to_the_bit(name):
     )
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(3, 64, 96), (7, 11, 13), (5, 300), (4096,), (2, 512)])
 def test_blocks_are_counted_through_the_array_or_in_the_order_of_its_axes(shape):
     x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
@@ -167,7 +166,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_twenty_updates_equal_bitsandbytes(name, monkeypatch):
     kind, options, tx = OPTIMIZERS[name]
@@ -216,7 +214,6 @@ def test_updates_equal_float32_optimizers_to_the_bit_where_moments_are_represent
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
 def test_what_stays_in_float32():
     params = {"wte": jnp.ones((64, 64)), "head": jnp.ones((64, 64), jnp.bfloat16), "bias": jnp.ones(64)}
     tx = adamw8bit(1e-3, float32=("wt*",), block_order={"head": (1, 0)})

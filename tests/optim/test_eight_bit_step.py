@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import jaxtrain as jt
 from jaxtrain.optim import adamw8bit, groups, sgd8bit
@@ -46,7 +45,6 @@ def test_skips_windows_groups_memory_and_checkpoints(tmp_path):
     assert parts["optimizer state", "float32"] == 4 * 64 * 96 + 8
 
 
-@pytest.mark.slow
 def test_streamed_windows_and_injected_hyperparameters_are_those_of_whole_windows():
     params = {"body": jnp.linspace(-0.1, 0.1, 64 * 96).reshape(64, 96), "head": jnp.full((96, 64), 0.02)}
     rng = np.random.default_rng(0)

@@ -177,7 +177,6 @@ def test_a_step_updates_as_a_loop_of_optax(name):
     check(name)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", sorted(set(ALL) - set(COMMON)))
 def test_every_transformation_updates_as_in_a_loop_of_optax(name):

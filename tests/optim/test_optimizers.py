@@ -199,7 +199,6 @@ def close(a, b):
         assert np.linalg.norm(a[t] - b[t]) <= 1e-12 * np.linalg.norm(b[t]), t
 
 
-@pytest.mark.sampled(19)
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 def test_float64_parameters_and_moments_equal_pytorch_at_every_update(name, options, monkeypatch):
     in_double(monkeypatch)
@@ -240,7 +239,6 @@ def rms(a, b):
     return np.sqrt(np.mean([np.mean((a[k] - b[k]) ** 2) for k in b]))
 
 
-@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 def test_the_float32_error_is_at_most_twice_pytorchs(name, options, monkeypatch):
     listed = [(shapes(name), 1.0, options)]

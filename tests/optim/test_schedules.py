@@ -381,7 +381,6 @@ def test_a_plateau_in_a_training_step_uses_the_loss_of_each_window():
     assert len(rates) > 2
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_plateau_uses_the_mean_loss_of_the_window(streaming):
     # The window's summed loss grows with the weights, while its mean is constant: only the mean stops improving.

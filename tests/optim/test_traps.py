@@ -144,7 +144,6 @@ TRAPS = {
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("trap", TRAPS)
 def test_optimizers_equal_pytorch_where_optax_does_not(trap, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.double().clone())
@@ -162,7 +161,6 @@ def test_rmsprop_applies_the_learning_rate_after_momentum():
     assert relative_error(naive, truth) > 0.1
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("make", "ours", "naive"),
     [

@@ -1,14 +1,12 @@
 """Cases of one operation, and their diagnosis."""
 
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-import pytest
 import torch
 
 import jaxtrain
@@ -19,7 +17,6 @@ from parity.diagnose import Diagnosis, Untrained, diagnose
 from parity.optimizer import Optimizer
 from parity.stages import run_stages
 
-SLOW = pytest.mark.slow
 SHAPE = (3, 6, 6)
 ROWS = 4
 IGNORED = -100
@@ -80,15 +77,3 @@ def weights(shape: tuple[int, ...]) -> np.ndarray:
 
 def diagnosed(case: Case, steps: int = 2) -> Diagnosis | Untrained | None:
     return diagnose(run_stages(case, steps=steps))
-
-
-def representatives(pairs: Iterable[tuple[str, str]]) -> Iterator[Any]:
-    """Yield every pair, as slow if previous pairs cover both its function and, up to numbers, its convention."""
-    subjects: set[str] = set()
-    conventions: set[str] = set()
-    for of, has in pairs:
-        kind = re.sub(r"[-+.e\d]*\d", "n", has)
-        repeats = of in subjects and kind in conventions
-        subjects.add(of)
-        conventions.add(kind)
-        yield pytest.param(of, has, marks=[SLOW] if repeats else [])

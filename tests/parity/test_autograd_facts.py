@@ -37,9 +37,7 @@ def test_every_autograd_case_has_known_gradients() -> None:
 @pytest.mark.parametrize(
     ("accumulate", "precision"),
     [
-        *((1, "fp64"), (4, "bf16")),
-        # The two pairs above cover every value of both parameters; these are the other pairs.
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, "fp32"), (1, "bf16"), (4, "fp64"), (4, "fp32"))),
+        *((1, "fp64"), (4, "bf16"), (1, "fp32"), (1, "bf16"), (4, "fp64"), (4, "fp32")),
     ],
 )
 @pytest.mark.parametrize("name", FACTS)
@@ -67,19 +65,14 @@ def test_two_backward_passes_over_a_retained_graph_equal_two_pullback_calls() ->
 
 @pytest.mark.parametrize(
     "name",
-    [
-        # A stopped gradient and a derivative in the loss; the others are plain polynomials.
-        pytest.param(name, marks=[] if name in ("autograd.detach", "autograd.double-backward") else [pytest.mark.slow])
-        for name in FACTS
-    ],
+    FACTS,
 )
 def test_in_float32_training_on_autograd_cases_equals_pytorch(name: str) -> None:
     verdict = check(CASES[name](), "fp32")
     assert verdict.passed, verdict.faults
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gradient-penalty", pytest.param("maml", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gradient-penalty", "maml"])
 @pytest.mark.parametrize(
     ("precision", "accumulate"),
     [
@@ -97,7 +90,6 @@ def test_in_low_precision_training_on_gradients_of_gradients_equals_pytorch(
         assert verdict.grad_rel_max > 1e-4, "nothing was computed in low precision"
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["autograd.detach", "autograd.no-grad", "gradient-penalty", "maml"])
 def test_a_gradient_wrongly_stopped_or_passed_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = CASES[name]()

@@ -66,7 +66,6 @@ def replayed(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
 def test_a_bundle_is_replayed_without_torch(recorded: Path) -> None:
     ran = replayed(recorded, str(recorded / "kept"), "--remat", "full", "--json", str(recorded / "found.json"))
     assert ran.returncode == 0, ran.stderr
@@ -76,7 +75,6 @@ def test_a_bundle_is_replayed_without_torch(recorded: Path) -> None:
     assert {row["steps"] for row in rows} == {3}
 
 
-@pytest.mark.slow
 def test_a_port_changed_after_recording_differs_from_its_bundle(recorded: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CASE_FILE.replace("FACTOR = 1.0", "FACTOR = 1.000001"))
     ran = replayed(tmp_path, str(recorded / "kept"))
@@ -84,7 +82,6 @@ def test_a_port_changed_after_recording_differs_from_its_bundle(recorded: Path, 
     assert "own fp64 differs" in ran.stdout
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [

@@ -47,7 +47,6 @@ def test_list_prints_one_line_per_case_and_imports_no_framework() -> None:
     assert imported == "set()"
 
 
-@pytest.mark.slow
 def test_cases_that_pass_exit_0_and_are_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "parity.json"
     argv = ["run", "mlp", "--precision", "fp64,fp32", "--precision", "bf16", "--accumulate", "2", "--steps", "3"]
@@ -84,7 +83,6 @@ def test_cases_run_with_the_dropout_option(tmp_path: Path, monkeypatch: pytest.M
     assert json.loads(path.read_text())["cases"][0]["dropout"] is None
 
 
-@pytest.mark.slow
 def test_a_case_that_differs_exits_1_and_is_located(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,7 +100,6 @@ def test_a_case_that_differs_exits_1_and_is_located(
     assert first["jax_source"].startswith("jaxtrain/models/layer_norm.py:")
 
 
-@pytest.mark.slow
 def test_locate_exits_1_and_shows_both_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,7 +115,6 @@ def test_locate_exits_1_and_shows_both_lines(
     assert "jaxtrain/models/layer_norm.py:" in ours
 
 
-@pytest.mark.slow
 def test_locate_exits_0_where_nothing_differs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["locate", "mlp", "--seed", "1", "--dropout", "0.2"]) == 0
     assert capsys.readouterr().out.startswith("mlp does not differ in 2 steps")
@@ -166,7 +162,6 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("package", ["torch", "transformers"])
 def test_a_missing_package_is_one_line_that_names_the_extra(package: str) -> None:
     program = f"import sys; sys.modules['{package}'] = None; from parity.cli import main; sys.exit(main(['run']))"
@@ -185,7 +180,6 @@ def test_nonfinite_numbers_are_null_in_valid_json() -> None:
     assert (row["loss_rel"], row["error_ratio"], row["passed"]) == (None, None, False)
 
 
-@pytest.mark.slow
 def test_every_case_has_a_summary_and_its_own_name() -> None:
     assert list(SUMMARIES) == list(CASES)
     assert [make().name for make in CASES.values()] == list(CASES)

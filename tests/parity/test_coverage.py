@@ -18,14 +18,12 @@ from parity.cases import CASES, gpt2, mlp
 from parity.run import check, examine
 
 
-@pytest.mark.slow
 def test_a_case_that_exercises_everything_reports_nothing() -> None:
     case = CASES["maml"]()
     norms = examine(case, steps=4).theirs.grad_norms
     assert examine(dataclasses.replace(case, clip_norm=float(sorted(norms)[1]) * 1.001), steps=4).not_exercised == ()
 
 
-@pytest.mark.slow
 def test_positions_beyond_every_batch_are_reported() -> None:
     found = examine(gpt2.case(tokens=9), steps=3).not_exercised
     assert "transformer.wpe.weight: 8 of 16 rows never had a gradient" in found
@@ -37,7 +35,6 @@ def test_a_single_step_is_reported() -> None:
     )
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("bound", "expected"), [(1e3, "no step was clipped"), (1e-3, "every step was clipped")])
 def test_a_clip_norm_that_clips_never_or_always_is_reported_and_another_tried(bound: float, expected: str) -> None:
     case = dataclasses.replace(mlp.case(side=8, hidden=32), clip_norm=bound)
@@ -47,7 +44,6 @@ def test_a_clip_norm_that_clips_never_or_always_is_reported_and_another_tried(bo
     assert any(line.startswith("clipping holds with clip_norm") for line in found.not_exercised)
 
 
-@pytest.mark.slow
 def test_a_bug_in_clipping_is_found_although_the_clip_norm_never_clips(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -87,7 +83,6 @@ def kinked(theirs: Any, ours: Any) -> Case:
     )
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("theirs", "ours", "fixed", "expected"),
     [

@@ -21,10 +21,9 @@ from parity.conventions.optimizers import DIRECTIONS, OPTIMIZERS, recipes
 from parity.diagnose import Diagnosis
 from parity.optimizer import Optimizer
 from parity.stages import stages
-from tests.parity.diagnosed_cases import ROWS, SGD, diagnosed, representatives
+from tests.parity.diagnosed_cases import ROWS, SGD, diagnosed
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("convention", CLIPPING, ids=lambda c: c.has)
 def test_a_convention_of_clipping_is_diagnosed(convention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     over = convention.has == "factor may be over 1"
@@ -118,7 +117,6 @@ def as_planted(theirs: Any, scheduler: Any, options: Any) -> Case:
     return two_leaves(Optimizer("planted", theirs, ours, scheduler=scheduler))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", DIRECTIONS)
 def test_a_recipe_equals_pytorchs_optimizer(kind: str) -> None:
     scheduled = None if kind == "Rprop" else exponential
@@ -146,8 +144,7 @@ def has_effect(kind: str, has: str) -> bool:
     )
 
 
-@pytest.mark.sampled(1, slow=60)
-@pytest.mark.parametrize(("kind", "has"), [*representatives(row for row in rows() if has_effect(*row))])
+@pytest.mark.parametrize(("kind", "has"), [row for row in rows() if has_effect(*row)])
 def test_a_convention_of_an_optimizer_is_diagnosed(kind: str, has: str) -> None:
     (convention,) = (c for c in OPTIMIZERS if c.has == has and (not c.of or kind in c.of))
     theirs = SPECIAL.get(has, THEIRS[kind])
@@ -187,7 +184,6 @@ def rate(count: Any) -> Any:
     return 0.1 * 0.7**count
 
 
-@pytest.mark.sampled(1, slow=7)
 @pytest.mark.parametrize(
     ("theirs", "scheduler", "ours", "has"),
     [

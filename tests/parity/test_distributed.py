@@ -104,7 +104,6 @@ def assert_same(ours, theirs):
     np.testing.assert_allclose(applied(ours).grad_norms, applied(theirs).grad_norms, rtol=1e-8)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("key", SMALL_ON_TWO, ids=" ".join)
 def test_two_devices_equal_two_ranks_of_pytorch(small_on_two, key):
     assert_same(run_jax(SMALL_ON_TWO[key], 2), small_on_two[key])
@@ -123,7 +122,6 @@ def test_some_windows_are_clipped_and_some_skipped_because_of_one_rank(small_on_
     assert theirs.skipped == {step for step, has in enumerate(ranks) if any(has)}
 
 
-@pytest.mark.slow
 def test_batch_norm_statistics_of_all_devices_differ_from_ddp(small_on_two):
     """The comparison detects a BatchNorm with statistics of the whole micro-batch, the only difference here."""
     key = ("data=2", "batch norm by device")
@@ -152,13 +150,11 @@ def test_precisions_whose_scales_are_those_of_a_rank_in_pytorch_raise(precision)
         Training(OVERFLOW, "data=2", precision=precision)
 
 
-@pytest.mark.slow
 def test_a_larger_model_on_two_devices_equals_two_ranks_of_pytorch(on_two):
     (key,) = [key for key in ON_TWO if "fp16" not in key]
     assert_same(run_jax(ON_TWO[key], 2), on_two[key])
 
 
-@pytest.mark.slow
 def test_in_fp16_loss_scales_equal_pytorchs_and_results_are_as_accurate(on_two):
     (key,) = [key for key in ON_TWO if "fp16" in key]
     assert_as_accurate(ON_TWO[key], on_two[key])
@@ -186,7 +182,6 @@ def test_more_models_on_two_devices_equal_two_ranks_of_pytorch(more_on_two, key)
         assert_same(run_jax(training, 2), theirs)
 
 
-@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize(("mesh", "devices"), [("data=2", 2), ("data=2,fsdp=2", 4), ("fsdp=2", 2), ("data=4", 4)])
 def test_batch_norm_statistics_of_all_devices_equal_those_of_one_big_batch(mesh, devices):
     """They correspond to `SyncBatchNorm`, which PyTorch has for GPUs only."""

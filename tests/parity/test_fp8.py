@@ -24,14 +24,12 @@ CASES: dict[str, Callable[[], Case]] = {
 TRANSFORMERS = [("gpt2", "fp8_delayed"), ("vit", "fp8_block"), ("gpt2", "fp8"), ("llama", "fp8_row")]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", FP8)
 def test_a_perceptron_quantizes_as_pytorch_does_to_the_bars_of_float64(precision: str) -> None:
     verdict = check(perceptron(), EXACT + precision, steps=3)
     assert verdict.passed, verdict.faults
 
 
-@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize(("name", "precision"), TRANSFORMERS)
 def test_a_transformer_quantizes_as_pytorch_does_to_the_bars_of_float64(name: str, precision: str) -> None:
     verdict = check(CASES[name](), EXACT + precision, steps=5)
@@ -54,7 +52,6 @@ def held(name: str, precision: str) -> Examination:
     return examination
 
 
-@pytest.mark.slow
 def test_gpt2_in_fp8_is_as_close_to_the_truth_as_torchao_is() -> None:
     held("gpt2", "fp8")
 

@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 BLOCKED = """
 import sys
 
@@ -19,7 +17,6 @@ sys.exit(main(["run", "mlp", "--precision", "fp64", "--steps", "2"]))
 """
 
 
-@pytest.mark.slow
 def test_a_check_needs_only_the_frameworks_and_rich() -> None:
     done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -146,7 +146,6 @@ def located(case: Case) -> Divergence:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -159,20 +158,17 @@ def test_nothing_is_located_in_a_correct_case(name: str) -> None:
     assert locate(CASES[name](), seed=3) is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(transformer, marks=pytest.mark.nightly), convolved])
 def test_nothing_is_located_in_the_models_of_this_file_without_a_bug(case: Any) -> None:
     assert locate(case("")) is None
 
 
-@pytest.mark.slow
 def test_dropout_masks_are_shared() -> None:
     assert locate(gpt2.case(dropout=0.1)) is None
     other_rate = dataclasses.replace(gpt2.case(dropout=0.1), torch_model=gpt2.case(dropout=0.11).torch_model)
     assert located(other_rate).torch == "transformer.drop: aten.mul"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bug", "where"),
     [
@@ -197,14 +193,13 @@ def test_a_wrong_value_is_located_in_its_layer_and_on_its_line(bug: str, where: 
     assert found.parameters == ()
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("bug", "where", "stage"),
     [
         ("padding", "0: aten.convolution", "forward"),
         # By default, one wrong value of the forward pass in another layout is enough.
-        pytest.param("unbiased", "1: aten.native_batch_norm (aten.add)", "forward", marks=pytest.mark.slow),
-        pytest.param("leaky", "2.0: aten.relu", "forward", marks=pytest.mark.slow),
+        pytest.param("unbiased", "1: aten.native_batch_norm (aten.add)", "forward"),
+        pytest.param("leaky", "2.0: aten.relu", "forward"),
         ("flatten order", "4: aten.addmm", "forward"),
         ("running variance", "1: aten.native_batch_norm (aten.mul)", "buffers"),
     ],
@@ -214,7 +209,6 @@ def test_a_wrong_layer_in_another_layout_is_located_on_its_line(bug: str, where:
     assert (found.stage, found.torch, found.jax_source) == (stage, where, marked(bug))
 
 
-@pytest.mark.slow
 def test_a_wrong_gradient_of_correct_values_is_located_with_its_parameters() -> None:
     found = located(transformer("wrong backward"))
     assert (found.stage, found.torch) == ("backward", "transformer.h.1.mlp.c_fc: aten.mm")
@@ -231,7 +225,6 @@ def test_a_stopped_gradient_is_located_in_its_layer() -> None:
     assert found.parameters[0].startswith("transformer.h.1.attn.c_proj")
 
 
-@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize(
     ("bug", "where", "parameter"),
     [
@@ -247,7 +240,6 @@ def test_a_parameter_without_its_gradient_is_located_where_the_model_uses_it(
     assert found.parameters == (parameter,)
 
 
-@pytest.mark.slow
 def test_a_wrong_layer_of_a_library_is_located_where_the_scanned_model_calls_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -265,7 +257,6 @@ def test_a_wrong_layer_of_a_library_is_located_where_the_scanned_model_calls_it(
     assert "self.ln_1 = LayerNorm(" in found.jax_built
 
 
-@pytest.mark.slow
 def test_the_layers_of_a_scanned_model_are_distinguished() -> None:
     case = gpt2.case()
 
@@ -285,7 +276,6 @@ def updated(case: Case, **wrong: Any) -> Case:
     return dataclasses.replace(case, optimizer=Optimizer("AdamW", right.torch, ours, right.moments))
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("wrong", "theirs"),
     [
@@ -306,7 +296,6 @@ def test_a_wrong_optimizer_is_located_in_its_wrong_term(wrong: dict[str, Any], t
     assert "eps" not in wrong or "(root + eps)" in found.jax_source
 
 
-@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("bug", ["", "epsilon"])
 def test_a_check_that_fails_in_float64_is_located(bug: str) -> None:
     verdict = check(transformer(bug), steps=1, locate=True)
@@ -324,7 +313,6 @@ def casting_its_head(case: Case) -> Case:
     return dataclasses.replace(case, loss_fn=loss_fn)
 
 
-@pytest.mark.slow
 def test_a_loss_of_precision_is_located_in_its_first_module() -> None:
     verdict = check(casting_its_head(small()), "fp32", steps=1, locate=True)
     found = verdict.first_divergence
@@ -335,7 +323,6 @@ def test_a_loss_of_precision_is_located_in_its_first_module() -> None:
     assert found.jax_source.startswith("jaxtrain/models/mlp.py:")
 
 
-@pytest.mark.slow
 def test_activations_of_every_layer_are_matched_and_as_precise_as_pytorchs() -> None:
     found = activations(gpt2.case(), "bf16")
     assert len(found) == 30
@@ -346,7 +333,6 @@ def test_activations_of_every_layer_are_matched_and_as_precise_as_pytorchs() -> 
     assert first_imprecise(found) is None
 
 
-@pytest.mark.slow
 def test_a_difference_that_also_exists_in_float64_is_located_in_float64() -> None:
     case = small()
     doubled = dataclasses.replace(
@@ -359,7 +345,6 @@ def test_a_difference_that_also_exists_in_float64_is_located_in_float64() -> Non
     assert verdict.stage.startswith("in fp64 as well: loss: ")
 
 
-@pytest.mark.sampled(0, slow=2)
 @pytest.mark.parametrize(
     ("precision", "settings", "expected"),
     [
@@ -367,10 +352,7 @@ def test_a_difference_that_also_exists_in_float64_is_located_in_float64() -> Non
         ("fp32", {"remat": "full"}, "agrees with remat none: the difference arises only with remat full"),
         ("fp64", {"remat": "full"}, "agrees with remat none: the difference arises only with remat full"),
         # In fp32, accumulation takes the same path as remat.
-        pytest.param(
-            *("fp32", {"accumulate": 4}, "agrees with accumulate 1: the difference arises only with"),
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(*("fp32", {"accumulate": 4}, "agrees with accumulate 1: the difference arises only with")),
     ],
 )
 def test_a_difference_that_only_accumulation_or_remat_causes_is_reported(

@@ -43,9 +43,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if "gpt2" in name else pytest.mark.nightly) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_a_model_with_long_attention_trains_as_in_pytorch(name: str) -> None:
     case = CASES[name]()
     batch = case.batch(0, case.rows)

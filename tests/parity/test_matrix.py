@@ -91,13 +91,9 @@ def test_the_fp16_cells_skip_some_steps_and_apply_others(name: str, accumulate: 
     assert len(run.skipped) < STEPS - 1
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "cell",
-    [
-        pytest.param(cell, id=str(cell), marks=[] if cell in CELLS else [pytest.mark.nightly])
-        for cell in (*ALL, *FP8_CELLS)
-    ],
+    [pytest.param(cell, id=str(cell)) for cell in (*ALL, *FP8_CELLS)],
 )
 def test_jax_trains_as_pytorch_does(cell: Cell, record_property: Callable[[str, object], None]) -> None:
     case = CASES[cell.case](dropout=cell.dropout)

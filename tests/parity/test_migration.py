@@ -158,7 +158,6 @@ def test_both_directions_equal_the_uninterrupted_run_in_float64(tmp_path):
         assert_equal_to(back, whole, LAST_BAR)
 
 
-@pytest.mark.slow
 def test_in_fp16_jax_continues_as_accurately_as_pytorch(tmp_path):
     whole = Script(low=torch.float16).train(BATCHES[:STOPPED])
     half = whole.save(tmp_path / "half.pt")
@@ -182,13 +181,11 @@ def case():
     return migration.case(rows=8)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "steps"), [("fp64", 20), pytest.param("bf16", 4, marks=pytest.mark.nightly)])
 def test_the_case_continues_where_pytorch_stopped(case, precision, steps):
     assert parity.check(case, precision, accumulate=2, steps=steps).passed
 
 
-@pytest.mark.slow
 def test_a_perturbed_moment_is_detected(case):
     perturbing = optax.GradientTransformation(
         lambda p: perturbed(case.optimizer.jax.init(p)), case.optimizer.jax.update

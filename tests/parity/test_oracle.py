@@ -275,7 +275,6 @@ def _scattered(x: torch.Tensor) -> torch.Tensor:
 PROGRAMS["scatter"] = PROGRAMS["scatter"][0], _scattered
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_jax_programs_that_request_lower_dtypes_equal_pytorchs_in_float64(name: str) -> None:
@@ -305,7 +304,6 @@ def test_a_constant_that_is_returned_is_in_float64_as_well() -> None:
     assert (returned.dtype, float(returned)) == (np.float64, 0.3)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_dropout_masks_do_not_depend_on_the_dtype() -> None:
     key = jax.random.key(0)
@@ -349,7 +347,6 @@ def _mixed_integers_in_torch(x: torch.Tensor, keep: torch.Tensor) -> torch.Tenso
     return window.sum() / 3 + (x[[0, 1, 2]] ** 2).sum() * 3 + total.sum() + torch.where(keep, x, 0.0).sum()
 
 
-@pytest.mark.slow
 def test_a_program_that_mixes_widths_under_x64_is_traced_in_32_bits() -> None:
     ids, x = np.array([0, 2, 1]), torch.tensor(X, requires_grad=True)
     keep = np.array(jax.random.bernoulli(jax.random.key(0), 0.5, X.shape))
@@ -477,7 +474,6 @@ def hard_wired() -> Case:
     )
 
 
-@pytest.mark.slow
 def test_a_case_that_hard_wires_float32_is_checked_in_float64() -> None:
     verdict = check(hard_wired(), steps=5)
     assert verdict.passed, verdict.faults

@@ -117,8 +117,7 @@ def attention(bug: str = "") -> Case:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bug", ["heads", *(pytest.param(bug, marks=pytest.mark.slow) for bug in ("sign", "distance"))])
+@pytest.mark.parametrize("bug", ["heads", *(pytest.param(bug) for bug in ("sign", "distance"))])
 def test_a_reordered_value_is_located_on_its_line(bug: str) -> None:
     found = locate(attention(bug))
     assert found is not None
@@ -127,6 +126,5 @@ def test_a_reordered_value_is_located_on_its_line(bug: str) -> None:
     assert found.jax_source.endswith(line.strip())
 
 
-@pytest.mark.slow
 def test_nothing_is_located_without_a_bug() -> None:
     assert locate(attention()) is None

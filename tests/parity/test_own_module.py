@@ -164,10 +164,9 @@ WRONG = {
     "hook of the module": lambda: (hooked(Net(plain)), Net(plain), X),
     "hook of a tensor": lambda: (Net(gradient_scaled), Net(plain), X),
 }
-DEFAULT = ("sorted dict", "float64 rounded", "outputs swapped", "dropout of evaluation")
 
 
-@pytest.mark.parametrize("fault", [pytest.param(x, marks=() if x in DEFAULT else pytest.mark.slow) for x in WRONG])
+@pytest.mark.parametrize("fault", WRONG)
 def test_a_broken_import_is_caught_and_the_users_module_left_as_it_was(fault) -> None:
     torch.manual_seed(1)
     right, wrong, example = WRONG[fault]()

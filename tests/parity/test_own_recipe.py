@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from parity.cli import main
 
 FILE = """
@@ -62,7 +60,6 @@ def run(tmp_path, name, factor="1.0"):
     return status, json.loads(out.read_text())["cases"] if out.exists() else None
 
 
-@pytest.mark.slow
 def test_a_recipe_equals_its_pytorch_side(tmp_path):
     status, (case,) = run(tmp_path, "Regression")
     assert status == 0
@@ -70,7 +67,6 @@ def test_a_recipe_equals_its_pytorch_side(tmp_path):
     assert 0 < case["loss_rel"] + case["param_rel_max"] < 1e-12
 
 
-@pytest.mark.slow
 def test_a_wrong_factor_is_found(tmp_path):
     status, (case,) = run(tmp_path, "Regression", factor="1.001")
     assert status == 1

@@ -4,7 +4,6 @@ import dataclasses
 from functools import partial
 
 import numpy as np
-import pytest
 import torch
 from torch import optim as T
 
@@ -21,7 +20,6 @@ def distance(a: Tensors, b: Tensors) -> float:
     return float(np.sqrt(sum(((a[name].astype(np.float64) - b[name]) ** 2).sum() for name in b)))
 
 
-@pytest.mark.slow
 def test_kahan_follows_float32_masters_and_nearest_rounding_does_not() -> None:
     made = CASES["gpt2"]()
 

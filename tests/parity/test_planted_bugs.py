@@ -20,7 +20,6 @@ def faults(case: Case, **settings: object) -> str:
     return "; ".join(verdict.faults)
 
 
-@pytest.mark.slow
 def test_optaxs_float32_bias_correction_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def adamw(options: AdamW) -> optax.GradientTransformation:
         b1, b2 = options.betas
@@ -30,7 +29,6 @@ def test_optaxs_float32_bias_correction_is_detected(monkeypatch: pytest.MonkeyPa
     assert "last parameters" in faults(CASES["cnn"](), precision="fp32", steps=20)
 
 
-@pytest.mark.slow
 def test_bfloat16_products_in_a_float32_run_are_detected() -> None:
     case = CASES["mlp"]()
     in_bfloat16 = dataclasses.replace(case, loss_fn=jaxtrain.autocast(case.loss_fn, jnp.bfloat16))
@@ -49,15 +47,12 @@ def shifted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(randomness, "dropout_masks", rotated)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [mlp.case, cnn_bn.case, pytest.param(gpt2.case, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [mlp.case, cnn_bn.case, pytest.param(gpt2.case)])
 def test_dropout_with_the_key_of_another_micro_batch_is_detected(make: Callable[..., Case], shifted: None) -> None:
     assert "first loss" in faults(make(dropout=0.1), accumulate=2, steps=2)
 
 
-@pytest.mark.parametrize(
-    ("perturbed", "eps"), [pytest.param("a matrix", 3e-11, marks=pytest.mark.slow), ("one of its 4096 elements", 1e-9)]
-)
+@pytest.mark.parametrize(("perturbed", "eps"), [pytest.param("a matrix", 3e-11), ("one of its 4096 elements", 1e-9)])
 def test_a_tiny_perturbation_of_a_weight_is_detected(perturbed: str, eps: float) -> None:
     case = gpt2.case()
 

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-import pytest
 
 from parity.run import examine
 from tests.parity.test_proposals import rounded_case
@@ -38,7 +37,6 @@ def test_a_check_compiles_one_step_for_all_its_runs() -> None:
     assert programs.total() <= 15, programs
 
 
-@pytest.mark.slow
 def test_locating_a_difference_compiles_no_program_for_each_operation() -> None:
     with compiled() as programs:
         assert not examine(rounded_case(1.1), locate=True, steps=3).verdict.passed

@@ -161,7 +161,6 @@ def test_models_that_differ_are_compared_if_names_leave_no_doubt() -> None:
     assert proposal.notes[0].startswith("names were proposed; the losses differ under random weights: ")
 
 
-@pytest.mark.slow
 def test_a_model_of_images_with_a_class_token_is_matched() -> None:
     written = CASES["vit"]()
     assert proposal_of(dataclasses.replace(written, names=None)) == Proposal(written.names, None)

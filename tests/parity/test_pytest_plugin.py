@@ -53,7 +53,6 @@ def test_products_in_8_bits_are_checked_too(pytester: pytest.Pytester) -> None:
     ran.stdout.fnmatch_lines(["perceptron*fp64_fp8_delayed*k=2*gradients*held"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.nightly)])
 def test_marked_tests_are_checked_and_summarized(pytester: pytest.Pytester, workers: str) -> None:
     pytester.makepyfile(TESTS)

@@ -39,7 +39,6 @@ def masks_of(draw: Callable[[jax.Array], Any]) -> list[np.ndarray]:
     return [np.asarray(mask) for mask in jax.jit(dropout_mask_fn(loss_fn))(None, None, KEY, None)]
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 def test_the_masks_are_those_of_the_training_step(precision: str) -> None:
     case, bits = mlp.case(dropout=0.5), np.random.default_rng(0).normal(size=(32, 512))
@@ -73,7 +72,6 @@ def test_a_model_without_dropout_draws_no_masks() -> None:
     assert dropout_masks(cnn_bn.case(), "fp32", accumulate=1, steps=2, seed=0) == [[], []]
 
 
-@pytest.mark.slow
 def test_scans_are_unrolled_in_the_order_they_run() -> None:
     keys = jax.random.split(KEY, 3)
     for reverse in (False, True):
@@ -102,7 +100,6 @@ def test_masks_are_found_inside_calls_and_vmap() -> None:
     np.testing.assert_array_equal(masks_of(lambda _: jax.vmap(keep)(keys)), [[keep(key) for key in keys]])
 
 
-@pytest.mark.slow
 def test_the_mask_of_attention_block_by_block_is_found() -> None:
     def loss_fn(params: Any, batch: Any, rng: jax.Array) -> Any:
         x = params * batch
@@ -239,7 +236,6 @@ def test_rows_are_permuted_with_their_micro_batch() -> None:
         permute_masks(masks((8, 3)), order)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [module.case(dropout=0.2) for module in (mlp, cnn_bn, gpt2, bert, vit, t5, llama)])
 def test_reordering_rows_does_not_change_the_losses_under_dropout(case: Case) -> None:
     given = dropout_masks(case, "fp64", accumulate=2, steps=2, seed=0)

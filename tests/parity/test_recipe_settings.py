@@ -141,13 +141,11 @@ def test_a_setting_that_no_side_uses_is_named_with_its_value(name):
     assert not [line for line in recipe_case(Run()).not_exercised if line.startswith(name)]
 
 
-@pytest.mark.sampled(3, slow=len(OTHER))
 @pytest.mark.parametrize("name", OTHER)
 def test_a_setting_that_differs_in_jax_alone_is_found(name):
     assert not holds_with(replace(Run(), **{name: OTHER[name]}), Run())
 
 
-@pytest.mark.sampled(1, slow=4)
 @pytest.mark.parametrize("seed", range(12))
 def test_every_setting_of_a_random_recipe_is_used_or_named(seed):
     rng = np.random.default_rng(seed)
@@ -190,7 +188,6 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.sampled(3, slow=len(SETTINGS))
 @pytest.mark.parametrize(("optimizer", "schedule"), SETTINGS)
 def test_a_recipe_holds_with_its_own_optimizer_and_schedule(optimizer, schedule):
     recipe = Run(optimizer=optimizer, schedule=schedule, accumulate=2, warmup_steps=1)

@@ -192,7 +192,6 @@ def test_a_report_names_them_and_a_plain_check_does_without() -> None:
     assert not any("condition of where" in line for line in examine(constant, steps=2).not_exercised)
 
 
-@pytest.mark.slow
 def test_a_band_of_rotary_frequencies_without_a_frequency_is_reported_on_both_sides() -> None:
     assert one_sided_selections(llama.case()) == []
     rope = dataclasses.replace(llama.LLAMA3, rope_theta=10000.0)

@@ -67,7 +67,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 # Results of a correct machine.
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "check", [products.products, products.convolutions, step.overflow, step.accumulation, step.rematerialization]
 )
@@ -76,7 +75,6 @@ def test_checks_pass_on_a_correct_machine(check: Callable[[], Any]) -> None:
     assert {finding.passed for finding in findings} == {True}, findings
 
 
-@pytest.mark.slow
 def test_checkpoint_and_collectives_pass() -> None:
     for check in (checkpoint.checkpoint, collectives.collectives):
         assert {finding.passed for finding in found(check)} == {True}
@@ -178,7 +176,6 @@ def wrong_growth(scale: jax.Array, factor: float) -> jax.Array:
     return scale * np.float32(3.0 if factor > 1 else factor)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("module", "name", "broken", "seen"),
     [
@@ -213,7 +210,6 @@ def test_micro_batches_averaged_without_their_weights_are_detected(monkeypatch: 
     assert finding.passed is False
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "seen"),
     [
@@ -234,7 +230,6 @@ def _with_another_key(fn: Any, params: Any, batch: Any, rng: Any, model_state: A
     return fn(params, batch, jax.random.fold_in(rng, 1), model_state)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_that_loses_a_bit_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = checkpoint.round_trip
 
@@ -301,21 +296,18 @@ def test_a_run_is_judged_by_pytorchs_distance_to_the_float64_run(monkeypatch: py
     assert failed(found(gpt2.precision)) == {f"GPT-2, {low}, 5 steps" for low in gpt2.LOW}
 
 
-@pytest.mark.slow
 def test_a_run_in_another_precision_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt2, "LOW", ("fp32",))
     monkeypatch.setitem(POLICIES, "fp32", POLICIES["bf16"])
     assert failed(found(gpt2.precision)) == {"GPT-2, fp32, 5 steps"}
 
 
-@pytest.mark.slow
 def test_a_layer_norm_of_another_epsilon_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt2, "LOW", ())
     monkeypatch.setattr(gpt2, "CONFIG", replace(gpt2.CONFIG, layer_norm_epsilon=1e-6))
     assert failed(found(gpt2.precision)) == {"GPT-2, fp64, first step", "GPT-2, fp64, 5 steps"}
 
 
-@pytest.mark.slow
 def test_a_nondeterministic_step_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right, calls = gpt2.loss_of, iter(range(100))
 

@@ -80,7 +80,6 @@ def test_a_batch_drawn_in_float64_is_used_in_float32() -> None:
     assert check(drawn, "fp32", steps=2).passed
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
 def test_both_sides_start_from_the_same_float32_weights(precision: str) -> None:
     case = dataclasses.replace(small(), optimizer=AdamW(lr=0.0))
@@ -102,7 +101,6 @@ def test_reordering_and_splitting_rows_does_not_change_the_results() -> None:
         np.testing.assert_allclose(other.last.params["1.weight"], plain.last.params["1.weight"], rtol=1e-9)
 
 
-@pytest.mark.slow
 def test_a_step_that_overflows_is_skipped_by_both_sides_and_the_float64_run() -> None:
     case = small(magnitude=30.0)
     theirs = torch_side.run(case, "fp16")
@@ -115,7 +113,6 @@ def test_a_step_that_overflows_is_skipped_by_both_sides_and_the_float64_run() ->
     assert verdict.passed, verdict.faults
 
 
-@pytest.mark.slow
 def test_a_run_of_overflows_only_fails() -> None:
     verdict = check(small(magnitude=1e8), "fp16", steps=2)
     assert not verdict.passed

@@ -18,7 +18,6 @@ def named(case: Case, **settings: int) -> dict[str, float]:
     return {stage.name: stage.distance for stage in stages(case, **settings)}
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", ["mlp", "cnn-bn", "gpt2"])
 def test_all_stages_of_a_correct_port_hold(name: str) -> None:
     found = stages(CASES[name](dropout=0.1), accumulate=2, steps=3)
@@ -63,7 +62,6 @@ def with_adam(case: Case, **options: float) -> Case:
     )
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("bug", "stage"),
     [

@@ -73,7 +73,6 @@ def test_a_nonfinite_run_has_an_infinite_distance() -> None:
     assert found.noise.tolist() == [0, np.inf, np.inf]
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_runs_that_diverge_no_more_than_one_ulp_explains_pass_and_report_chaos(seed: int) -> None:
     examination = examine(wells(CHAOTIC), steps=60, seed=seed)
@@ -88,7 +87,6 @@ def test_runs_that_diverge_no_more_than_one_ulp_explains_pass_and_report_chaos(s
     assert verdict.loss_rel > 1e3 * LAST_BAR
 
 
-@pytest.mark.slow
 def test_a_stable_run_has_no_chaos_and_is_compared_up_to_its_last_step() -> None:
     found = check(wells(STABLE), steps=60).trajectory
     assert found is not None
@@ -99,7 +97,6 @@ def test_a_stable_run_has_no_chaos_and_is_compared_up_to_its_last_step() -> None
     assert [fault.split(",")[0] for fault in verdict.faults] == ["loss", "params after the last step"]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("start", "wrong"), [(2, 1e-9), (25, 1e-4)])
 def test_a_small_bug_in_a_chaotic_run_is_not_mistaken_for_chaos(start: int, wrong: float) -> None:
     rate = optax.join_schedules(
@@ -114,7 +111,6 @@ def test_a_small_bug_in_a_chaotic_run_is_not_mistaken_for_chaos(start: int, wron
     assert any(fault.startswith("loss, step ") for fault in verdict.faults)
 
 
-@pytest.mark.slow
 def test_chaos_within_the_compared_steps_fails_and_is_reported() -> None:
     verdict = check(wells(1.9), steps=20, locate=True)
     assert not verdict.passed

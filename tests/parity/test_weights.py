@@ -89,7 +89,6 @@ def attention(names: NameTable | None = None) -> Case:
     )
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "cnn-bn", "gpt2"])
 def test_the_proposal_equals_the_handwritten_table(name: str) -> None:
     written = CASES[name]()
@@ -133,7 +132,6 @@ def test_without_values_names_decide_and_then_the_order() -> None:
     }
 
 
-@pytest.mark.slow
 def test_a_proposed_case_is_checked_like_any_other() -> None:
     verdict = check(attention(), steps=3)
     assert verdict.passed, verdict.faults
@@ -162,7 +160,6 @@ def test_tensors_without_counterpart_are_listed_in_one_line() -> None:
         assert part in expected
 
 
-@pytest.mark.slow
 def test_the_proof_counts_every_tensor_once() -> None:
     proof = prove(CASES["cnn-bn"]())
     assert (proof.tensors, proof.buffers, proof.leaves, proof.tied) == (6, 3, 9, {})
@@ -280,7 +277,6 @@ def sequence_loss(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dic
     return jaxtrain.Loss(jnp.sum(jnp.sin(out * batch["y"])), weight=len(x)), {}
 
 
-@pytest.mark.slow
 def test_convolutions_over_time_and_heads_with_a_separate_axis_are_proposed_and_proved() -> None:
     projection = {"kernel": np.zeros((WIDTH, 2, WIDTH // 2)), "bias": np.zeros((2, WIDTH // 2))}
     out = {"kernel": np.zeros((2, WIDTH // 2, WIDTH)), "bias": np.zeros(WIDTH)}

@@ -101,7 +101,6 @@ def case(imprecise=None, added=in_order):
     )
 
 
-@pytest.mark.sampled(1, slow=3)
 @pytest.mark.parametrize(
     ("path", "precision", "added"),
     [("head/bias", "bf16", in_order), ("norm/bias", "fp16", in_pairs), ("norm/scale", "fp16", in_pairs)],

@@ -88,7 +88,6 @@ def test_the_recipe_is_the_first_candidate_and_less_accumulation_is_chosen(monke
     assert (found.chosen.recipe.accumulate, found.chosen.recipe.remat) == (1, "none")
 
 
-@pytest.mark.slow
 def test_the_search_finds_the_optimum_of_an_exhaustive_search(monkeypatch):
     fake_compilation(monkeypatch, peak_of)
     divisors = [k for k in range(1, 65) if 64 % k == 0]
@@ -209,7 +208,6 @@ def test_sharded_gradient_sums_are_chosen_if_nothing_else_fits(monkeypatch):
     assert found.chosen.recipe.accumulate == 2
 
 
-@pytest.mark.slow
 def test_planning_allocates_nothing_and_counts_every_micro_batch():
     small = dataclasses.replace(RECIPES["digits-resnet"], batch_size=8, width=8)
     task = small.task()
@@ -229,7 +227,6 @@ def test_planning_allocates_nothing_and_counts_every_micro_batch():
     assert 0 <= held - whole.state_bytes <= 16  # except for scalars that are not aliased
 
 
-@pytest.mark.slow
 def test_a_mesh_is_planned_for_the_memory_of_one_device():
     recipe = dataclasses.replace(RECIPES["digits-mlp"], hidden=512, mesh="fsdp=4", batch_size=16)
     found, _ = run_plan(recipe, 10_000_000)

@@ -185,7 +185,6 @@ def floats(tree):
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize(("mesh", "sums"), [("fsdp=4", "whole"), ("data=4", "whole"), ("fsdp=4", "sharded")])
 def test_the_communication_of_gpt2_matches_the_closed_form(mesh, sums):
     k, n = 2, 4
@@ -233,7 +232,6 @@ def test_a_mesh_grows_along_its_first_axis():
         assert recipe.batch_size == 2 * shape["data"] * shape["fsdp"]
 
 
-@pytest.mark.slow
 def test_flops_count_the_rows_of_one_device():
     shares = Scaling(dataclasses.replace(MLP, mesh="tensor=2"), jax.devices(), CPU)
     tensor_share, data_share = (shares.share(parse_mesh(mesh)) for mesh in ("tensor=2", "data=2"))
@@ -264,7 +262,6 @@ def up_to_four_devices(monkeypatch, tmp_path):
 RECIPE = "digits-mlp --hidden 64 --batch-size 16"
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("up_to_four_devices")
 def test_plan_mesh_reports_the_mesh_and_its_growth(capsys):
     status, out, err = run_command(
@@ -304,7 +301,6 @@ def test_plan_mesh_reports_the_mesh_and_its_growth(capsys):
     assert found["command"] == "jaxtrain train digits-mlp --batch-size 16 --mesh data=2 --hidden 64"
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("up_to_four_devices")
 def test_the_tables_are_printed_before_the_error_that_nothing_fits(capsys):
     status, out, err = run_command(capsys, f"plan {RECIPE} --mesh fsdp=2 --memory 10KiB")
@@ -349,7 +345,6 @@ def test_wrong_usage_is_a_one_line_error(flags, message, capsys):
     assert err.count("\n") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("up_to_four_devices")
 def test_the_reason_why_a_mesh_cannot_grow_is_printed(capsys, monkeypatch):
     first = Scaling(dataclasses.replace(MLP, mesh="data=2"), jax.devices(), CPU).share(parse_mesh("data=2"))
@@ -369,7 +364,6 @@ def test_the_reason_why_a_mesh_cannot_grow_is_printed(capsys, monkeypatch):
     assert "data=4 and larger: too many: take fewer" in out.splitlines()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("up_to_four_devices")
 def test_contexts_are_doubled_up_to_the_first_that_does_not_fit(capsys):
     flags = "gpt-stdlib --n-layer 1 --n-embd 8 --n-head 2 --seq-len 16 --batch-size 4 --mesh sequence=4"
@@ -402,7 +396,6 @@ def run_in_process(module, *arguments, devices):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.slow
 def test_plans_reach_1024_devices():
     out = run_in_process("jaxtrain.cli", *shlex.split(f"plan {RECIPE} --mesh data=2,fsdp=4 --json"), devices=1)
     rows = json.loads(out)["rows"]
@@ -420,7 +413,7 @@ def test_plans_reach_1024_devices():
 @pytest.mark.parametrize(
     "meshes",
     [
-        pytest.param(["fsdp=4"], marks=pytest.mark.slow),
+        pytest.param(["fsdp=4"]),
         pytest.param(["data=1", "fsdp=2", "fsdp=8"], marks=pytest.mark.nightly),
     ],
     ids=["fsdp=4", "others"],

@@ -187,7 +187,6 @@ def test_the_estimated_table_divides_the_roofline_estimate():
     assert of_slow.seconds == pytest.approx(2 * of_fast.seconds, rel=1e-9)
 
 
-@pytest.mark.slow
 def test_xprof_opens_the_trace(tmp_path):
     xspace = pytest.importorskip("xprof.convert.raw_to_tool_data")
     program, args = compiled_step()

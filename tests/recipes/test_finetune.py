@@ -114,7 +114,6 @@ def test_a_model_and_examples_are_required(capsys):
         FineTuneRecipe(model=Path("nowhere")).task()
 
 
-@pytest.mark.slow  # killed runs of adapters with dropout and noise: tests/soak/test_kills.py
 @pytest.mark.parametrize("method", ["--method dora --quantize nf4 --mesh data=2,fsdp=2"])
 def test_a_resumed_run_has_the_same_bits_and_its_checkpoints_hold_adapters_alone(root, method, capsys):
     assert train(root, "conversations.jsonl", f"--steps 4 --out whole {method}") == 0
@@ -156,7 +155,6 @@ def write_run(folder, recipe):
         checkpoints.save(state._replace(params=params, step=jnp.int32(2)), {})
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("quantize", [pytest.param("none", marks=pytest.mark.nightly), "nf4"])
 def test_the_exports_have_the_logits_of_the_run(root, quantize, capsys):
@@ -218,7 +216,6 @@ def check_card(folder, library, relation, quantize):
     exec(code.replace("max_new_tokens=256", "max_new_tokens=2"), {})
 
 
-@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("method", ["lora --quantize nf4", "full"])
 def test_preferences_are_learned(root, method):
     assert train(root, "pairs.jsonl", f"--loss dpo --steps 6 --out run --method {method}") == 0

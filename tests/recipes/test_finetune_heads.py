@@ -48,7 +48,6 @@ def evaluations(folder):
     return [line for line in lines if "eval_loss" in line]
 
 
-@pytest.mark.slow
 def test_examples_of_a_head_are_shown_and_settings_that_cannot_work_are_refused(root, monkeypatch, capsys):
     monkeypatch.setattr(jax, "jit", lambda function, **options: function)
     assert train(root, root / "model", "--loss classification --show-data") == 0
@@ -67,7 +66,6 @@ def test_examples_of_a_head_are_shown_and_settings_that_cannot_work_are_refused(
         assert error.count("\n") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_a_classifier_is_resumed_evaluated_and_exported(root, capsys):
     peft = pytest.importorskip("peft")

@@ -34,7 +34,7 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "loss", "method", "quantize", "packing"),
     [
-        pytest.param("gpt_neox", "supervised", "lora", "none", True, marks=pytest.mark.slow),
+        pytest.param("gpt_neox", "supervised", "lora", "none", True),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in [
@@ -55,7 +55,6 @@ def test_twenty_updates_are_those_of_transformers_and_peft(root, monkeypatch, fa
     assert_alike(twin.train(), trained_by_torch(twin))
 
 
-@pytest.mark.slow
 def test_what_cannot_be_fine_tuned_is_refused_in_a_line(tmp_path, monkeypatch):
     def opened(config, **options):
         folder = tmp_path / config.model_type
@@ -79,7 +78,6 @@ def test_what_cannot_be_fine_tuned_is_refused_in_a_line(tmp_path, monkeypatch):
         ImportedDecoder.open(tmp_path / "bloom", 1, 8, packed=False)
 
 
-@pytest.mark.slow
 def test_the_noise_of_neftune_is_added_to_multiplied_embeddings():
     module = transformers.AutoModelForCausalLM.from_config(imported_config("Gemma3Text"))
     assert token_embeddings(module) == ("model.embed_tokens.weight", 4.0)  # the root of the width

@@ -33,7 +33,6 @@ def root(tmp_path_factory):
     return root
 
 
-@pytest.mark.sampled(0, slow=3)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
     ("family", "loss", "method", "quantize"),

@@ -68,7 +68,6 @@ def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.slow
 def test_parameters_are_read_into_shards_and_what_a_checkpoint_lacks_is_read_again(folder, monkeypatch):
     opened = open_pretrained(folder)
     model = FineTunedModel(decoder=ZooDecoder(opened), config=LoraConfig(KERNELS, r=2, dora=True), quantized=True)
@@ -117,7 +116,6 @@ def test_init_creates_what_load_leaves_out():
     assert nothing == Initial({"base": None, "head": {"kernel": None}})
 
 
-@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_frozen_weights_in_bfloat16_give_the_bits_of_the_same_in_float32(folder, precision):
     for is_dpo in (False, True):

@@ -59,7 +59,6 @@ def trained(task):
     return {**params, "lora": jax.tree.map(lambda x: x + 0.1 * draw.normal(size=x.shape), params["lora"])}
 
 
-@pytest.mark.slow
 def test_answers_and_scores_are_those_of_transformers_and_rouge_score(root, tmp_path, monkeypatch):
     task = recipe(root, answers=None).task()
     params = trained(task)

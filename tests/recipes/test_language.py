@@ -43,7 +43,6 @@ def rows_of(source) -> dict[str, np.ndarray]:
     return {name: np.stack([source[i][name] for i in range(len(source))]) for name in source[0]}
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("recipe", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_the_loss_of_packed_rows_equals_that_of_their_separate_texts(recipe: LanguageRecipe, texts: Path) -> None:
     task = type(recipe)(**{**vars(recipe), "data": texts}).task()

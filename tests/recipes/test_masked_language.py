@@ -30,7 +30,6 @@ def task(tmp_path: Path) -> Task:
     return MaskedLanguageRecipe(**{**vars(SMALL), "data": tmp_path}).task()
 
 
-@pytest.mark.slow
 def test_the_evaluation_mask_does_not_depend_on_the_batch(task: Task) -> None:
     evaluate, totals = jax.jit(task.loss_fn), {}
     for rows in (2, 3, 7):
@@ -41,14 +40,12 @@ def test_the_evaluation_mask_does_not_depend_on_the_batch(task: Task) -> None:
     assert 0.05 < totals[7][1] / (7 * 16) < 0.3  # the weight counts the masked tokens
 
 
-@pytest.mark.slow
 def test_training_masks_differently_with_every_key(task: Task) -> None:
     batch = {name: np.stack([task.train[i][name] for i in range(4)]) for name in ("tokens", "index")}
     losses = [float(task.loss_fn(task.params, batch, jax.random.key(seed))[0].total) for seed in (0, 0, 1)]
     assert losses[0] == losses[1] != losses[2]
 
 
-@pytest.mark.slow
 def test_the_loss_is_the_sum_over_the_predicted_tokens(task: Task) -> None:
     """Compare with a direct call of the model in evaluation, where the mask depends on the example's index."""
     example = task.validation[4]
@@ -65,7 +62,6 @@ def test_the_loss_is_the_sum_over_the_predicted_tokens(task: Task) -> None:
     assert int(metrics["accuracy"].total) == int(right[predicted].sum())
 
 
-@pytest.mark.slow
 def test_rows_of_a_table_are_enclosed_and_padded(write_table) -> None:
     path = write_table({"body": [f"text {i}" for i in range(20)]})
     settings = {**vars(SMALL), "data": path, "text_column": "body", "masked": 0.99}
@@ -80,7 +76,6 @@ def test_rows_of_a_table_are_enclosed_and_padded(write_table) -> None:
     assert max(weights) == (tokens < 256).sum()
 
 
-@pytest.mark.slow
 def test_a_sample_shows_the_text_before_and_after(task: Task) -> None:
     assert task.sample is not None
     state = train_step(task.loss_fn, optax.sgd(0.0)).init(task.params)

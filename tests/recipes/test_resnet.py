@@ -13,7 +13,6 @@ from jaxtrain.recipes.resnet import ResNetRecipe
 SMALL = ResNetRecipe(width=4)
 
 
-@pytest.mark.slow
 def test_running_statistics_are_updated_in_training_and_fixed_in_evaluation() -> None:
     task = SMALL.task()
     step = train_step(task.loss_fn, sgd(0.1))

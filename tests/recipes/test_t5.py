@@ -24,7 +24,6 @@ def batch(source, rows: range) -> dict:
     return {name: np.stack([source[i][name] for i in rows]) for name in source[0]}
 
 
-@pytest.mark.slow
 def test_exact_match_agrees_with_greedy_decoding() -> None:
     """A partially trained model gives both right and wrong examples, and the two agree on each."""
     recipe = small(target_len=13)  # with padding
@@ -48,7 +47,6 @@ def test_exact_match_agrees_with_greedy_decoding() -> None:
     assert written[8:] != [texts.decode(row["target"]) for row in rows[8:]]
 
 
-@pytest.mark.slow
 def test_padding_has_no_weight_and_does_not_change_the_loss() -> None:
     short, long = SMALL.task(), small(source_len=40, target_len=20).task()
     rows = range(3)
@@ -68,7 +66,6 @@ def test_a_table_is_read_by_its_columns(write_table) -> None:
         small(data=path).task()
 
 
-@pytest.mark.slow
 def test_a_sample_consists_of_held_out_pairs() -> None:
     task = SMALL.task()
     assert task.sample is not None

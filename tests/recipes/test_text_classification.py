@@ -22,7 +22,6 @@ def recipe(path: Path | None, **settings) -> TextClassificationRecipe:
     return TextClassificationRecipe(**{**vars(SMALL), "data": path, **settings})
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("labels", [["neg", "pos"], [3, 7]])
 def test_a_table_is_read_by_its_columns_and_its_labels_numbered_in_order(write_table, labels: list) -> None:
     path = write_table(
@@ -45,7 +44,6 @@ def batch(source, count: int) -> dict:
     return {name: np.stack([source[i][name] for i in range(count)]) for name in source[0]}
 
 
-@pytest.mark.slow
 def test_padding_does_not_change_predictions(write_table) -> None:
     path = write_table({"body": [f"text {i}" for i in range(40)], "label": [i % 2 for i in range(40)]})
     losses = [
@@ -76,7 +74,6 @@ def test_the_standard_library_is_read_if_no_data_is_given(monkeypatch: pytest.Mo
     assert task.references["class entropy"] == pytest.approx(np.log(2))
 
 
-@pytest.mark.slow
 def test_the_baseline_is_fitted_only_where_it_is_reported(write_table, monkeypatch, tmp_path) -> None:
     path = write_table({"body": ["bad", "good"] * 20, "label": ["no", "yes"] * 20})
     fits = []

@@ -118,7 +118,6 @@ def named_in(text):
     return names | set(re.findall(r"from (-?\d+) to (-?\d+)", text))
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("place", ["train", "validation"])
 @pytest.mark.parametrize("kind", sorted(BAD, key=lambda kind: kind[::-1]))
 def test_a_run_says_at_least_what_the_step_says(kind, place, tmp_path):
@@ -241,7 +240,6 @@ class Classes(jt.Recipe):
 """
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("flags", "status", "named"),
     [

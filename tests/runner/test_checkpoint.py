@@ -119,9 +119,7 @@ def damage(folder: Path, rng: random.Random) -> Path | None:
     return None if after == before else path
 
 
-@pytest.mark.parametrize(
-    "count", [20, pytest.param(60, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("count", [20, 60, pytest.param(200, marks=pytest.mark.nightly)])
 def test_no_damage_to_a_checkpoint_gives_wrong_numbers(count, two, tmp_path):
     found, harmless = 0, 0
     for seed in range(count):
@@ -289,7 +287,6 @@ def test_a_folder_may_have_any_name(name, tmp_path):
 LOSSES = {0: 2.3, 2: None, 4: 0.7, 6: float("nan"), 8: 0.9, 10: 0.8, 12: None, 14: 0.85}
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("keep", "kept"),
     [
@@ -361,7 +358,6 @@ with Checkpoints(Path(sys.argv[1]) / "checkpoints") as checkpoints:
 """
 
 
-@pytest.mark.slow
 def test_checkpoints_are_restored_in_the_requested_shardings_on_any_number_of_devices(tmp_path):
     rows, columns = PartitionSpec("d"), PartitionSpec(None, "d")
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:

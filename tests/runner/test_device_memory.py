@@ -36,7 +36,6 @@ def live_bytes():
     return sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
 
 
-@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2", None])
 def test_a_run_holds_its_state_once(mesh, tmp_path, monkeypatch):
     gc.collect()

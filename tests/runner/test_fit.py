@@ -117,7 +117,6 @@ def test_the_folder_holds_settings_metrics_checkpoints_and_report(whole):
     assert (whole.exit_status, whole.sample) == (0, None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 6])
 def test_a_run_stopped_by_ctrl_c_is_saved_and_resumes_to_the_same_bits(at, whole, tmp_path):
     def interrupt(step, metrics, state):
@@ -376,7 +375,6 @@ KINDS = {
 }
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_data_resumes_to_the_same_bits(kind, tmp_path, monkeypatch):
     def task(self):

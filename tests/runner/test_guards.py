@@ -87,7 +87,6 @@ def finite(folder):
     return all(np.isfinite(x).all() for x in jax.tree.leaves(params))
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("precision", "save_every", "log_every"),
     [("fp32", 5, 7), ("fp32", 12, 7), ("bf16", 5, 12)],
@@ -248,7 +247,6 @@ def test_a_spike_stops_the_run_by_default(tmp_path, monkeypatch):
     assert "the checkpoint of step 20 is valid" in error
 
 
-@pytest.mark.slow
 def test_a_run_rolls_back_past_a_spike_and_again_when_resumed(tmp_path, monkeypatch):
     scale_images(monkeypatch, {23: 3e3})
     messages, error = train(tmp_path / "whole", ROLLBACK)
@@ -288,7 +286,6 @@ def test_a_run_rolls_back_past_a_spike_and_again_when_resumed(tmp_path, monkeypa
     jax.tree.map(np.testing.assert_array_equal, *both)
 
 
-@pytest.mark.slow
 def test_too_many_rollbacks_stop_the_run(tmp_path, monkeypatch):
     scale_images(monkeypatch, {21 + i: 3e3 for i in range(MOST_ROLLBACKS + 1)})
     messages, error = train(tmp_path / "run", ROLLBACK)
@@ -349,7 +346,6 @@ def test_without_a_limit_a_stall_is_not_reported():
         check_settings(dataclasses.replace(RECIPES["digits-mlp"], stall_seconds=-1.0))
 
 
-@pytest.mark.slow
 def test_waits_are_logged(tmp_path, monkeypatch):
     slow = Loader.__next__
 
@@ -364,7 +360,6 @@ def test_waits_are_logged(tmp_path, monkeypatch):
     assert all(0.02 <= wait < 1 for wait in waits)
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("of", ["device", "host"])
 def test_running_out_of_memory_in_training_suggests_a_command(of, tmp_path, monkeypatch):
     add, seen = interval.Interval.add, []

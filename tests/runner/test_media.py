@@ -61,7 +61,6 @@ def test_media_of_evaluations_and_events_are_logged_beside_the_means_of_the_loss
     assert "step 12" in page
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_run_that_is_stopped_or_killed_and_resumed_has_the_media_of_an_uninterrupted_one(saved, whole, tmp_path):
     events = {"on_evaluation": lambda step, metrics, state: {"table": jt.Table([*metrics], [[*metrics.values()]])}}

@@ -47,7 +47,6 @@ Named(optimizer="sgd(momentum=0.9)", steps=3)
 '''
 
 
-@pytest.mark.slow
 def test_mypy_accepts_a_users_recipe_and_sees_a_wrong_setting(tmp_path, monkeypatch):
     mypy = pytest.importorskip("mypy.api")
     monkeypatch.chdir(ROOT)  # whose settings are strict, and whose cache holds the libraries

@@ -89,7 +89,6 @@ def remembered(name, state):
     }[name]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_killed_run_resumes_to_the_same_bits(name, tmp_path):
     recipe = Layers(**CASES[name])
@@ -114,7 +113,6 @@ def test_a_killed_run_resumes_to_the_same_bits(name, tmp_path):
     assert not same(at_the_kill["remembered"], remembered(name, whole.state))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_state_saved_inside_a_window_continues_to_the_same_bits(name, tmp_path):
     task = Layers().task()

@@ -67,7 +67,6 @@ def torch_losses_and_weights(loader, seed, steps, accumulate):
     return done
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("examples", "batch_size", "accumulate", "is_stream"),
     [(7, 3, 1, False), (10, 8, 2, True), (10, 8, 2, False), (9, 4, 1, True), (14, 9, 1, False), (21, 12, 3, True)],
@@ -123,7 +122,6 @@ class Shorter(jt.Recipe):
 STREAM_SIZES = [4, 4, 1, 4, 4, 2, 4, 4, 3]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("settings", "stop", "sizes", "line"),
     [

@@ -66,7 +66,6 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM])
 def test_the_processes_of_a_launcher_that_ends_stop(number, tmp_path):
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, WORKER, str(tmp_path)])
@@ -95,7 +94,6 @@ os.abort()
 """
 
 
-@pytest.mark.slow
 def test_a_stopped_process_is_named_and_not_the_one_that_waited_for_it():
     done = subprocess.run([sys.executable, "-c", LAUNCHER, STOPPED, ""], capture_output=True, text=True, check=False)
     assert done.returncode == 128 + signal.SIGABRT

@@ -31,7 +31,6 @@ def overflowing(tmp_path_factory):
     return folder, *train(folder, OVERFLOWING)
 
 
-@pytest.mark.slow
 def test_a_run_that_only_skips_fails_with_one_line(overflowing):
     _, _, error = overflowing
     step = int(error.split(":")[0].removeprefix("step "))
@@ -73,7 +72,6 @@ def test_a_resumed_run_continues_to_count_skips(overflowing, tmp_path):
     assert saved_steps(folder)[-1] in (step + 4, step + 5)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_a_healthy_run_has_no_warnings(precision, tmp_path):
     recipe = dataclasses.replace(OVERFLOWING, lr=1e-3, precision=precision, steps=6, max_skips=3)

@@ -129,7 +129,6 @@ class Scaled(jt.Recipe):
         return optax.sgd(self.lr, momentum=0.9)
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("settings", [{}, {"mesh": "data=2,fsdp=2", "accumulate": 2, "batch_size": 8}])
 def test_a_run_that_transfers_ahead_computes_the_same_bits(settings, tmp_path, monkeypatch):
     whole = jt.fit(Scaled(**settings), tmp_path / "whole", quiet=True)

@@ -57,7 +57,6 @@ def whole_steps(folder: Path) -> list[int]:
     return found
 
 
-@pytest.mark.slow
 def test_a_failed_background_save_ends_the_run_with_a_one_line_error(server):
     command = f"{TRAIN} --steps 9 --save-every 2 --resume auto --out limited"
     status, text = server.run(command, LIMIT)
@@ -76,7 +75,6 @@ def test_a_failed_background_save_ends_the_run_with_a_one_line_error(server):
     assert [line["step"] for line in untimed(server.folder / "limited")] == list(range(10))
 
 
-@pytest.mark.slow
 def test_a_full_disk_ends_the_run_with_a_one_line_error_and_the_run_can_be_resumed(server):
     if (server.folder / "refused").exists():
         pytest.skip("needs permission to mount a file system")
@@ -97,7 +95,6 @@ def test_a_full_disk_ends_the_run_with_a_one_line_error_and_the_run_can_be_resum
     assert untimed(run) == untimed(server.folder / "large")
 
 
-@pytest.mark.slow
 def test_a_read_only_folder_is_a_one_line_error_with_exit_status_2(server):
     run = server.folder / "read-only"
     assert server.run(f"{TRAIN} --steps 4 --out read-only")[0] == 0
@@ -117,7 +114,6 @@ def test_a_read_only_folder_is_a_one_line_error_with_exit_status_2(server):
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
-@pytest.mark.slow
 def test_two_processes_never_share_a_run(server, monkeypatch, capsys):
     command = f"{TRAIN} --steps 100000 --save-every 5 --resume auto --out shared"
     one = server.start(command)
@@ -139,7 +135,6 @@ def test_two_processes_never_share_a_run(server, monkeypatch, capsys):
     assert logged == list(range(len(logged)))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_the_current_step(server, number):
     name = f"stopped-{number}"
@@ -166,7 +161,6 @@ checkpoint.write_manifest = slow
 """
 
 
-@pytest.mark.slow
 def test_a_second_signal_ends_a_run_immediately_even_during_a_save(server):
     command = f"{TRAIN} --steps 100000 --save-every 100000 --out twice"
     child = server.start(command, SLOW_SAVE)

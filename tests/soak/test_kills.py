@@ -36,9 +36,7 @@ LONG = 1.6
 MANY = int(os.environ.get("JAXTRAIN_KILLS", 200))
 
 
-@pytest.mark.parametrize(
-    "kills", [3, pytest.param(6, marks=pytest.mark.slow), pytest.param(MANY, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("kills", [3, 6, pytest.param(MANY, marks=pytest.mark.nightly)])
 def test_a_run_killed_at_random_times_ends_like_an_uninterrupted_one(kills, server):
     rng = random.Random(kills)
     command = f"{COMMAND} --steps {20 + 2 * kills}"
@@ -54,7 +52,6 @@ def test_a_run_killed_at_random_times_ends_like_an_uninterrupted_one(kills, serv
     assert min(done.values()) >= kills // len(MOMENTS)
 
 
-@pytest.mark.slow
 def test_a_killed_fine_tuning_resumes_from_adapters_alone(server):
     write_pretrained(server.folder)
     whole, killed = server.folder / "whole-adapters", server.folder / "killed-adapters"

@@ -97,7 +97,6 @@ def test_a_window_sums_weighted_gradients_and_divides_once(micro_batches):
     assert window.loss == (weight, weight)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("position", range(3))
 def test_a_nonfinite_micro_batch_affects_its_own_window_only(bad, position):

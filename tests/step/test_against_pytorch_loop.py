@@ -187,8 +187,8 @@ DRAWN = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, Hea
     ("optimizer", "clip_norm", "histories"),
     [
         ("adamw", 0.5, SEQUENCES // 20),
-        pytest.param("adamw", None, SEQUENCES // 10, marks=pytest.mark.slow),
-        pytest.param("sgd", 0.5, SEQUENCES // 10, marks=pytest.mark.slow),
+        pytest.param("adamw", None, SEQUENCES // 10),
+        pytest.param("sgd", 0.5, SEQUENCES // 10),
         *(
             pytest.param(optimizer, clip_norm, SEQUENCES // 4, marks=pytest.mark.nightly)
             for optimizer in ("adamw", "sgd")
@@ -237,7 +237,6 @@ def whole(optimizer, clip_norm, interval, k):
     return our_step(optimizer, clip_norm, interval, k)
 
 
-@pytest.mark.sampled(1, slow=2)
 @pytest.mark.parametrize(
     ("optimizer", "clip_norm", "interval", "k"), [("adamw", 0.5, 2, 1), ("adamw", None, 3, 4), ("sgd", 0.5, 2, 3)]
 )

@@ -88,7 +88,6 @@ def trained_in_torch(module: nn.Module, make: Callable[[Any], Any], clip_norm: f
 
 @pytest.mark.parametrize("kind", [Spectral, StateSpace])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.sampled(4, slow=22)
 def test_training_is_pytorchs(kind: type[nn.Module], name: str) -> None:
     torch.manual_seed(0)
     module, (make, ours) = kind(), OPTIMIZERS[name]

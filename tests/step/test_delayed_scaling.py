@@ -215,7 +215,6 @@ def test_a_checkpoint_from_before_a_field_was_added_is_restored(tmp_path):
             files.read(Path(tmp_path) / "0" / "state", delayed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"remat": "full"}, {"remat": "dots"}, {"unroll": True}, {"ema": 0.5}])
 def test_scales_do_not_depend_on_how_the_program_is_computed(options):
     step = short_step(**options)
@@ -246,7 +245,6 @@ def test_separate_and_repeated_kernels_have_the_scales_of_stacked_and_written_ou
         np.testing.assert_array_equal(x["shared"], y["shared"])
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2", "fsdp=4", "dcn=2,data=2"])
 @pytest.mark.parametrize(("sums", "platform"), [("whole", "gpu"), ("whole", "cpu"), ("sharded", "cpu")])
 def test_scales_on_a_mesh_are_those_of_one_device(mesh, sums, platform):

@@ -89,7 +89,7 @@ OPTIONS = ({"remat": "full"}, {"remat": "dots_no_batch"}, {"unroll": True}, {"re
     ("name", "options"),
     [
         ("fp8", OPTIONS[-1:]),
-        pytest.param("fp8_row", OPTIONS[:2], marks=pytest.mark.slow),
+        pytest.param("fp8_row", OPTIONS[:2]),
         *(pytest.param(name, OPTIONS[:3], marks=pytest.mark.nightly) for name in NAMES),
     ],
 )
@@ -99,7 +99,6 @@ def test_rematerialization_changes_no_number(name, options):
         assert_same_bits(update(name, accumulate=2, clip_norm=1.0, **option)[0], plain)
 
 
-@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_window_is_the_mean_of_its_micro_batches(name):
     halves = [update(name, batch={"tokens": rows})[0] for rows in np.split(TOKENS, 2)]
@@ -119,7 +118,6 @@ def test_products_that_are_saved_are_not_computed_again():
     assert products_in_backward("full") > 6
 
 
-@pytest.mark.slow
 def test_flops_are_those_of_bf16():
     def gradient(name):
         compute = policy(name).apply(lambda params: loss_fn(params, BATCH, None)[0].total)
@@ -128,7 +126,6 @@ def test_flops_are_those_of_bf16():
     assert gradient("fp8") == gradient("fp8_row") == gradient("bf16")
 
 
-@pytest.mark.slow
 def test_frozen_kernels_hooks_averages_and_evaluation():
     def doubled(gradient):
         return 2 * gradient
@@ -148,7 +145,6 @@ def test_frozen_kernels_hooks_averages_and_evaluation():
     np.testing.assert_allclose(evaluated.total / evaluated.weight, metrics["loss"], rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_an_inf_skips_the_update():
     factor = np.ones(16, np.float32)
     factor[3] = np.inf
@@ -158,7 +154,6 @@ def test_an_inf_skips_the_update():
     assert all((x == 0).all() for x in jax.tree.leaves(change))
 
 
-@pytest.mark.sampled(1, slow=7)
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [
@@ -191,7 +186,6 @@ def test_scales_are_those_of_all_devices(name, mesh, options):
     assert distance(found, expected) < (2.0**-9 if rounded else 1e-6)
 
 
-@pytest.mark.sampled(1, slow=5)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -76,7 +76,6 @@ def test_frozen_bfloat16_parameters_train_adapters_as_their_float32_copies_do():
     assert_alike("bf16", 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "tolerance", "options"),
     [
@@ -92,7 +91,6 @@ def test_frozen_storage_changes_no_number_in_any_precision(precision, tolerance,
         assert_alike(precision, tolerance, **options)
 
 
-@pytest.mark.slow
 def test_frozen_storage_changes_no_number_on_a_mesh():
     step = step_in("bf16", accumulate=2)
     on_mesh = shard(step, make_mesh("fsdp=2", jax.devices()[:2]), None)
@@ -104,7 +102,6 @@ def test_frozen_storage_changes_no_number_on_a_mesh():
     )
 
 
-@pytest.mark.slow
 def test_no_converted_copy_of_all_layers_is_computed():
     """Neither a master of the frozen kernels, nor their conversions as residuals, nor their gradients."""
     for precision, platform in (("bf16", "gpu"), ("bf16_compute", "gpu"), ("fp32", "cpu")):

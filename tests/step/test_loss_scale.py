@@ -77,7 +77,6 @@ TRACE = {
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("factors", [(2.0, 0.5), (1.5, 0.25), (4.0, 0.75)])
 @settings(max_examples=100)
 @given(**TRACE)
@@ -398,7 +397,6 @@ def test_an_invalid_value_raises_one_line_with_the_value_and_the_remedy(message)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("exponent", [-100, -20, 0, 16, 64, 65, 100, 126, 127])
 @pytest.mark.parametrize("mantissa", [1.0, 1.7])
 def test_unscaling_equals_grad_scaler_at_every_normal_scale(exponent, mantissa):
@@ -418,7 +416,6 @@ def test_unscaling_equals_grad_scaler_at_every_normal_scale(exponent, mantissa):
     np.testing.assert_array_max_ulp(np.asarray(unscaled), truth, maxulp=2)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("big", [1e30, 3e38])
 def test_a_finite_gradient_whose_norm_overflows_is_finite(big):
     grads = {"a": jnp.full(4, big, jnp.float32), "b": jnp.ones(3)}

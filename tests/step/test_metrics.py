@@ -36,7 +36,6 @@ def test_metrics_are_weighted_exactly():
         assert all(np.shape(value) == () for value in metrics.values())
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("k", [1, 2])
 def test_metrics_may_be_integers_booleans_and_python_numbers(k, precision):
@@ -71,7 +70,6 @@ def test_metrics_of_a_float64_model_keep_float64_precision(k):
         assert float(sums[name].total / sums[name].weight) == pytest.approx(expected, rel=1e-15)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_low_precision_metric_is_weighted_in_float32(k):
     def loss_fn(params, batch, rng):

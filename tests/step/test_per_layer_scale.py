@@ -64,10 +64,10 @@ def _updated(step, exponents, updates=2):
     "options",
     [
         {},
-        pytest.param({"precision": "fp32", "clip_norm": 1.0}, marks=pytest.mark.slow),
-        pytest.param({"remat": "full"}, marks=pytest.mark.slow),
-        pytest.param({"unroll": True, "accumulate": 1}, marks=pytest.mark.slow),
-        pytest.param({"precision": "bf16", "ema": 0.9}, marks=pytest.mark.slow),
+        pytest.param({"precision": "fp32", "clip_norm": 1.0}),
+        pytest.param({"remat": "full"}),
+        pytest.param({"unroll": True, "accumulate": 1}),
+        pytest.param({"precision": "bf16", "ema": 0.9}),
     ],
     ids=["fp16", "fp32", "remat", "unroll", "bf16"],
 )
@@ -101,7 +101,6 @@ def test_streamed_micro_batches_give_the_state_of_the_window(overflowing):
     np.testing.assert_array_equal(window.loss_scale.blocks.scale, np.exp2(expected))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["data=4", "fsdp=4", "dcn=2,fsdp=2"])
 def test_an_overflow_on_one_device_backs_off_its_block_on_all(mesh):
     """Only the gradients of one row, which is on one device in one micro-batch, overflow in the second block."""
@@ -117,7 +116,6 @@ def test_an_overflow_on_one_device_backs_off_its_block_on_all(mesh):
     assert float(current_scale(state.loss_scale)) == 256
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=4", "fsdp=4", "data=2,fsdp=2", "fsdp=2,tensor=2"])
 def test_a_mesh_gives_the_updates_and_scales_of_one_device(mesh):
     options = {"precision": "fp32", "loss_scale": _scaler(underflow=1e-3)}
@@ -233,7 +231,6 @@ def test_layers_apart_lose_nothing():
     assert not adaptive.skipped.any()
 
 
-@pytest.mark.slow
 def test_layers_apart_are_trained_as_in_float32():
     """The distance to float32 is at most twice that of rounding to float16's bits without its range."""
     runs = layer_scales.runs(400)

@@ -131,7 +131,6 @@ def test_elements_that_are_zero_in_float16_and_not_in_float64_are_counted():
     assert found.activations.total == x.size + 32
 
 
-@pytest.mark.slow
 def test_the_loss_scale_the_window_and_a_mesh_are_those_of_the_step(case):
     params, batch = case
     whole = {name: np.concatenate([x, 100 * x]) for name, x in batch.items()}
@@ -148,7 +147,6 @@ def test_the_loss_scale_the_window_and_a_mesh_are_those_of_the_step(case):
     assert_same(scaled, on_mesh, apart=2)  # sums over devices are added in another order
 
 
-@pytest.mark.slow
 def test_frozen_parameters_have_no_gradient_and_state_is_unchanged(case):
     params, batch = case
     step = step_of(frozen=lambda path: path.startswith(("blocks", "gain")))
@@ -190,7 +188,6 @@ def test_operands_in_8_bits_are_counted_after_scaling(precision):
     assert all("fp8_row" in line for line in losses.advice())
 
 
-@pytest.mark.slow
 def test_what_cannot_be_measured_is_refused(case):
     step = jt.train_step(loss_of(True), optax.sgd(0.0))
     with pytest.raises(UserError, match='computes in float32: use precision="fp16"'):

@@ -86,15 +86,7 @@ def truth(optimizer):
         return trained(("fp64", *PLAIN, optimizer))
 
 
-def tier(i):
-    """Return the marks of a cell: one runs by default."""
-    return [] if i == 13 else [pytest.mark.slow if i % 3 == 1 else pytest.mark.nightly]
-
-
-CASES = [pytest.param(*cell, marks=tier(i)) for i, cell in enumerate(CELLS)]
-
-
-@pytest.mark.parametrize(("precision", "k", "remat", "mesh", "optimizer"), CASES)
+@pytest.mark.parametrize(("precision", "k", "remat", "mesh", "optimizer"), CELLS)
 def test_a_cell_is_as_close_to_the_truth_as_the_plain_program(precision, k, remat, mesh, optimizer):
     ours, theirs = trained((precision, k, remat, mesh, optimizer)), plain(precision, optimizer)
     for x, y, exact in zip(ours, theirs, truth(optimizer), strict=True):
@@ -117,7 +109,6 @@ def amplification(optimizer):
     return of_updates.max() / of_updates[0]
 
 
-@pytest.mark.slow
 def test_the_truth_is_well_conditioned():
     assert max(map(amplification, OPTIMIZERS)) < 2
     assert amplification("sgd 0.5") > 5

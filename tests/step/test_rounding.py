@@ -82,7 +82,6 @@ def test_stochastic_rounding_leaves_numbers_of_bfloat16_inf_and_nan():
     np.testing.assert_array_equal(nearest[-5:], [LARGEST, LARGEST, -LARGEST, np.inf, np.inf])
 
 
-@pytest.mark.slow
 def test_random_bits_are_threefrys_and_differ_between_leaves_elements_and_updates(monkeypatch):
     words = jax.random.bits(jax.random.key(1), (2,), np.uint32)
     shape, leaf = (3, 2, 5), 4

@@ -30,7 +30,6 @@ def test_the_state_is_donated_and_the_users_arrays_are_not():
     np.testing.assert_array_equal(params["w"], np.ones((4, 8)))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -59,7 +59,6 @@ def from_bare_arrays():
     return params, lambda params, batch, rng: squared_error(jnp.tanh(batch["x"] @ params[0]) @ params[1], batch)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("library", [from_nnx_state, from_nnx_functional, from_linen, from_equinox, from_bare_arrays])
 def test_training_with_any_library_equals_a_hand_written_optax_loop(library):
     with jax.enable_x64(True):

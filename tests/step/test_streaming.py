@@ -67,7 +67,6 @@ def assert_same_bits(a, b):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("accumulate", [1, 2, K])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @settings(max_examples=8)

@@ -141,7 +141,6 @@ def test_an_argument_that_is_added_or_removed_is_named():
 # --- Optimizers on low-precision parameters.
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
 @pytest.mark.parametrize(
     "optimizer", [optax.adam(0.1), optax.adamw(0.1), optax.rmsprop(0.1), optim.adamw(0.1), optax.adagrad(0.1)]

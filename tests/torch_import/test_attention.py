@@ -56,7 +56,6 @@ class Masks(torch.nn.Module):
         return [torch.nn.functional.scaled_dot_product_attention(x, 2 * x, x, attn_mask=mask) for mask in masks]
 
 
-@pytest.mark.slow
 def test_causal_masks_are_recognized():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 2, T, 4))
@@ -116,7 +115,6 @@ class GroupedQueries(torch.nn.Module):
         return attend(query, in_a_row, in_a_row), attend(query, in_turn, in_turn), attend(query, rows, rows)
 
 
-@pytest.mark.slow
 def test_repeated_heads_are_recognized():
     rng = np.random.default_rng(0)
     query, key = rng.standard_normal((2, 4, T, 4)), rng.standard_normal((2, 2, T, 4))

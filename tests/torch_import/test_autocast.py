@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
@@ -45,7 +44,6 @@ def net(*devices: str) -> Net:
     return Net(devices)
 
 
-@pytest.mark.slow
 def test_conversions_and_regions_have_pytorchs_dtypes_and_values() -> None:
     x, theirs = batch_of(3, 4).astype(np.float32), net("cpu", "cpu", "cpu")
     with torch.autocast("cpu", torch.bfloat16):
@@ -74,7 +72,6 @@ def test_a_conversion_that_is_changed_in_place_is_the_converted_value_in_float32
     np.testing.assert_allclose(ours, module(torch.from_numpy(x)).detach(), rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_source_has_them_as_well() -> None:
     x = np.ones((3, 4), np.float32)
     model = jt.from_torch(net("cpu"), x)

@@ -30,7 +30,6 @@ def outcome(name: str) -> str:
     return judged(STYLES[name], bar=1e-6 if name in FLOAT32_INSIDE else None)
 
 
-@pytest.mark.sampled(8, slow=len(STYLES))
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning", "ignore:enable_nested_tensor")
 @pytest.mark.parametrize("name", STYLES)
 def test_modules_as_people_write_them_are_proved_or_refused_by_line(name: str) -> None:

@@ -266,7 +266,6 @@ def test_a_step_carries_the_state() -> None:
     np.testing.assert_allclose(state.model_state["h"], module.h, rtol=1e-10)
 
 
-@pytest.mark.slow
 def test_it_is_proved_beside_the_users_own_module() -> None:
     torch.set_default_dtype(torch.float32)
     with jax.enable_x64(False):

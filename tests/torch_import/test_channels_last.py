@@ -5,7 +5,6 @@ import copy
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
@@ -51,7 +50,6 @@ class Network(nn.Module):
         return nn.functional.adaptive_avg_pool2d(y, 2), x.amax((2, 3))
 
 
-@pytest.mark.slow
 def test_values_and_gradients_are_pytorchs_and_layers_are_not_transposed():
     torch.manual_seed(0)
     module, x = Network().double(), batch_of(2, 3, 10, 8)

@@ -100,7 +100,6 @@ BATCH = {"ids": RNG.integers(0, 10**9, (4, 6)), "x": RNG.uniform(0, 1e3, (4, 6))
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.sampled(1, slow=6)
 def test_float64_without_a_gradient_is_pytorchs(seed: int, tmp_path: Any) -> None:
     torch.manual_seed(seed)
     module = Programs(seed, Programs.SOURCES[: 2 + 2 * (seed % 3 > 0)])
@@ -119,7 +118,6 @@ def test_float64_without_a_gradient_is_pytorchs(seed: int, tmp_path: Any) -> Non
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.sampled(1, slow=3)
 def test_float64_with_a_gradient_is_refused_by_line_or_computed_in_x64_mode(seed: int) -> None:
     torch.manual_seed(seed)
     module = Programs(seed, ("weight", "x"), smooth=True)

@@ -27,7 +27,6 @@ class Formulas(torch.nn.Module):
         return total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
-@pytest.mark.slow
 def test_formulas_are_computed_again_in_low_precision_alone():
     torch.manual_seed(0)
     x = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)

@@ -140,12 +140,10 @@ SHARES = 6
 
 
 @pytest.mark.parametrize("share", range(SHARES))
-@pytest.mark.sampled(1, slow=SHARES)
 def test_elementwise_functions_at_ends(share: int) -> None:
     _compare_elementwise(share, SHARES, np.float64)
 
 
-@pytest.mark.slow
 def test_elementwise_functions_at_ends_in_float32() -> None:
     _compare_elementwise(0, 1, np.float32)
 
@@ -222,7 +220,6 @@ CHOOSING: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("values", [(0.0, 1.0, -1.0), (0.0,), (1.0,), (0.0, -0.0, 2.0, 0.5, -1.0)], ids=str)
-@pytest.mark.sampled(1, slow=4 * SHARES)
 def test_functions_with_equal_elements(values: tuple[float, ...], share: int) -> None:
     wrong = different(_part(CHOOSING, share, SHARES), [np.random.default_rng(0).choice(values, (2, 6, 8))])
     assert not wrong, "\n".join(wrong)
@@ -255,7 +252,6 @@ ELSEWHERE = {"nn.functional.multi_margin_loss"}
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.sampled(0, slow=4)
 @pytest.mark.filterwarnings("ignore")
 def test_no_operation_differs_at_ends(part: int) -> None:
     # Imported here: it takes seconds.

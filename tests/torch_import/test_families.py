@@ -12,8 +12,6 @@ from parity import AdamW, Case, check
 from tests.torch_import.families import FAMILIES
 from tests.torch_import.reference import weighted
 
-SLOW = ("image_network", "lstm")
-
 
 def case_of(name: str) -> Case:
     """Return the case of a family: the imported module beside the module itself."""
@@ -45,13 +43,11 @@ def hold(case: Case, precision: str, steps: int = 3) -> None:
     assert verdict.passed, verdict.lines
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", ["image_network", "lstm"])
 def test_imported_models_train_as_in_pytorch(name: str) -> None:
     hold(case_of(name), "fp64")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3"])
 def test_imported_models_are_as_precise_as_pytorch_in_bfloat16(name: str) -> None:
     hold(case_of(name), "bf16", steps=2)

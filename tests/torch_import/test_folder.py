@@ -13,7 +13,6 @@ from jaxtrain.cli import main
 from jaxtrain.models import from_pretrained
 
 
-@pytest.mark.slow
 def test_a_model_without_a_family_is_imported_from_its_folder(tmp_path) -> None:
     from transformers import OPTConfig, OPTForCausalLM
 

@@ -117,7 +117,6 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_values_gradients_and_buffers_are_pytorchs(name: str) -> None:
     torch.manual_seed(0)
@@ -184,7 +183,6 @@ def test_loops_by_values_are_those_of_the_example_and_a_remedy_works_for_every_b
     np.testing.assert_allclose(ours, until(Function(until_masked), torch.tensor(batch_of(4, 3))).detach(), rtol=1e-14)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "message", "line"),
     [
@@ -268,7 +266,6 @@ class Noisy(nn.Module):
         return largest
 
 
-@pytest.mark.slow
 def test_draws_and_dtypes_are_shared_with_pytorch() -> None:
     verdict = check(jt.from_torch(Noisy(), np.ones((4, 3), np.float32)).case(), steps=2)
     assert verdict.passed, verdict.lines

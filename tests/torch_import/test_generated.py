@@ -24,7 +24,6 @@ def hold(draws: Sequence[Draw], train: bool, dtype: torch.dtype, folder: Path) -
     assert not failed(found), f"{found}\n{source(draws)}"
 
 
-@pytest.mark.sampled(10, slow=len(STATEMENTS))
 @pytest.mark.parametrize("statement", range(len(STATEMENTS)))
 def test_every_statement_is_right_or_refused(statement: int, folder: Path) -> None:
     draws = [(statement, 0, 1)]
@@ -41,7 +40,6 @@ def programs(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]
     return decorated
 
 
-@pytest.mark.slow
 @programs(20)
 def test_some_programs_are_right_or_refused(draws: list[Draw], train: bool, dtype: torch.dtype, folder: Path) -> None:
     assume(valid(draws, train=train))

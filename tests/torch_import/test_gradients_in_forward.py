@@ -135,7 +135,6 @@ def module_of(fn: Any) -> nn.Module:
     return Function(fn, net=net, norm=nn.BatchNorm1d(3, dtype=torch.float64))
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", cases(), ids="-".join)
 def test_derivatives_and_their_gradients_are_pytorchs(case: tuple[str, ...]) -> None:
     fn, source, cotangent, order, last, mode = case
@@ -277,7 +276,6 @@ def test_a_parameter_without_gradient_is_frozen() -> None:
     assert [name for name in model.params if model.frozen(name)] == ["w", "net.2.bias", "norm.weight", "norm.bias"]
 
 
-@pytest.mark.slow
 def test_a_wrong_operation_in_a_gradient_is_located() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         return grad(m.net(x.requires_grad_()).sum(), x, create_graph=True)[0] ** 2

@@ -31,7 +31,6 @@ def model():
     return from_torch(nn.Sequential(Block()), np.ones((2, 4), np.float32))
 
 
-@pytest.mark.slow
 def test_a_graph_survives_its_file_and_runs_from_it(model) -> None:
     captured = next(iter(model._captured.values()))
     read = Graph.from_json(captured.graph.to_json())
@@ -52,7 +51,6 @@ def test_a_node_knows_its_module_and_its_line(model) -> None:
     assert "self.fc(self.norm(x))" in nodes["aten.layer_norm.default"].source
 
 
-@pytest.mark.slow
 def test_other_shapes_and_dtypes_capture_the_module_again(model) -> None:
     hidden = model(model.params, np.ones((5, 4), np.float32))[0]["hidden"][1]
     assert hidden.shape == (5, 4)
@@ -69,7 +67,6 @@ def test_parameters_do_not_share_the_memory_of_the_module() -> None:
     np.testing.assert_array_equal(np.asarray(model.params["weight"]), before)
 
 
-@pytest.mark.slow
 def test_a_module_on_the_meta_device_has_shapes_for_parameters() -> None:
     x = np.ones((1, 3), np.float32)
     with torch.device("meta"):

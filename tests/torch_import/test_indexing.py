@@ -117,7 +117,6 @@ def resizings() -> Iterator[tuple[int, dict[str, Any]]]:
         yield 2, {"size": size, "mode": mode, "antialias": True}
 
 
-@pytest.mark.slow
 def test_images_of_other_sizes() -> None:
     def resized(self: Any, x: Tensor) -> tuple[Tensor, ...]:
         images = {1: x[:, :, 0, 0], 2: x[:, :, 0], 3: x}
@@ -127,7 +126,6 @@ def test_images_of_other_sizes() -> None:
     assert max(differences) < 1e-12
 
 
-@pytest.mark.slow
 def test_numbers_at_equal_distances() -> None:
     class Module(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -89,7 +89,6 @@ def in_torch(tree: Any) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.sampled(2, slow=8)
 def test_dicts_have_the_examples_order(seed: int, tmp_path: Any) -> None:
     draw = random.Random(seed)
     names = draw.sample("zyxwvut", 7)

@@ -109,7 +109,6 @@ IDS = np.random.default_rng(0).integers(-50000, 50000, (4, 8))
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.sampled(1, slow=6)
 def test_integers_are_those_of_int64(seed: int) -> None:
     module = Programs(seed)
     expected = [y.numpy() for y in module(torch.tensor(IDS))]

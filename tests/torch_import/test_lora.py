@@ -48,7 +48,6 @@ def loss(outputs: Any, batch: Any) -> jt.Loss:
     return jt.Loss.of(losses.cross_entropy(outputs["logits"][:, :-1], batch["input_ids"][:, 1:]))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(("module", "targets"), [(gpt2, CONV1D), (bert, LINEAR)])
 def test_adapters_of_an_imported_module_train_as_in_peft(
@@ -109,7 +108,6 @@ class Network(torch.nn.Module):
         return self.second(self.norms(self.first(hidden))).sum() + self.head(hidden).sum()
 
 
-@pytest.mark.slow
 def test_targets_of_an_imported_module_are_weights_of_linear_layers(tmp_path: Path) -> None:
     model = jt.from_torch(Network(), np.zeros((2, 3), int))
     config = model.lora_config("(first|second).weight", r=2, alpha=8, rslora=True)

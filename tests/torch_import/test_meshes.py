@@ -112,14 +112,11 @@ def trained(model: jt.ImportedModel, of: Model, mesh: str | None = None, rules: 
     return state, found
 
 
-def cases(*kept: tuple[str, str]) -> list[Any]:
-    """Return (model, mesh) of all combinations, with those that are not in `kept` marked nightly."""
-    meshes = ("data=2", "fsdp=4", "data=2,fsdp=2", "tensor=2", "fsdp=2,tensor=2", "sequence=2")
-    every = [(name, mesh) for name in MODELS for mesh in meshes if name != "cnn" or "sequence" not in mesh]
-    return [pytest.param(*case, marks=pytest.mark.slow if case in kept else pytest.mark.nightly) for case in every]
+MESHES = ("data=2", "fsdp=4", "data=2,fsdp=2", "tensor=2", "fsdp=2,tensor=2", "sequence=2")
+CASES = [(name, mesh) for name in MODELS for mesh in MESHES if name != "cnn" or "sequence" not in mesh]
 
 
-@pytest.mark.parametrize(("name", "mesh"), cases(("gpt2", "fsdp=2,tensor=2")))
+@pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_training_on_a_mesh_equals_that_on_one_device(name: str, mesh: str) -> None:
     with jax.enable_x64():
         model = imported(name)

@@ -183,7 +183,6 @@ def test_updated_parameters_are_saved_and_given_back(tmp_path: Any) -> None:
     equal(load_imported(tmp_path / "saved"), Momentum("in_place", "normed", "before", False))
 
 
-@pytest.mark.slow
 def test_it_is_proved_beside_the_users_own_module() -> None:
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)

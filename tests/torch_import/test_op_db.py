@@ -29,7 +29,6 @@ PARTS = 64
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.nightly) for i in range(1, PARTS))])
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_no_operation_is_silently_wrong(part: int) -> None:
     # Imported here: it takes seconds.
@@ -49,7 +48,6 @@ def test_no_operation_is_silently_wrong(part: int) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.nightly)], ids=["bf16", "fp32"]
 )
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_low_precision_is_as_accurate_as_pytorchs(dtype: torch.dtype, part: int) -> None:
     from torch.testing._internal.common_methods_invocations import op_db

@@ -148,7 +148,6 @@ def attached_to(way: str) -> Callable[[Net, list[Any]], None]:
     return (attached_as_functions, attached_as_hook, attached_as_patch)[list(WAYS).index(way) % 3]
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("way", WAYS)
 def test_outputs_gradients_and_buffers_are_pytorchs(way: str, train: bool) -> None:
@@ -194,7 +193,6 @@ def reparametrized() -> nn.Module:
 RECOMPUTED = {"weight_norm": weight_normed, "prune": pruned, "spectral": spectral_normed, "new": reparametrized}
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_weights_that_hooks_compute_before_each_call(name: str) -> None:
@@ -377,7 +375,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_place_is_refused_with_its_line(name: str) -> None:
     make, *texts = REFUSED[name]
@@ -438,7 +435,6 @@ ITEMS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ITEMS)
 def test_the_value_of_a_tensor_as_a_number(name: str) -> None:
     differences, _ = compared(Function(ITEMS[name]), batch_of(4, 3))

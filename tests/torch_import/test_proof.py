@@ -47,7 +47,6 @@ def test_arrays_without_common_rows_are_one_row() -> None:
         Example(np.ones(3, complex))
 
 
-@pytest.mark.sampled(0, slow=1)
 @pytest.mark.parametrize("name", ["net", "recurrent", "with_loss"])
 def test_a_bare_module_is_proved(name, capsys) -> None:
     spec = f"{FILE}::{name}"
@@ -60,7 +59,6 @@ def test_a_bare_module_is_proved(name, capsys) -> None:
         assert "7 tensors and 6 buffers of PyTorch" in printed
 
 
-@pytest.mark.slow
 def test_a_wrong_operation_is_found_at_its_line(capsys) -> None:
     assert main(["mutate", f"{FILE}::with_loss"]) == 0
     printed = capsys.readouterr().out
@@ -80,7 +78,6 @@ def test_an_error_of_the_import_names_the_line(capsys) -> None:
     assert "'Sized' in" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_case_with_a_loss_and_batches_of_ones_own() -> None:
     model = jt.from_torch(*bare.linear())
 
@@ -107,7 +104,6 @@ def test_a_case_with_a_loss_and_batches_of_ones_own() -> None:
         model.case(batch=batch)
 
 
-@pytest.mark.slow
 def test_a_model_becomes_a_module_with_its_weights() -> None:
     module, batch = bare.net()
     model = jt.from_torch(module.to(torch.bfloat16).eval(), jax.tree.map(np.asarray, batch))

@@ -70,7 +70,6 @@ def loops(model: ImportedModel) -> list[int]:
     return [node.kwargs["length"] for node in model.graph.nodes if node.op == REPEAT]
 
 
-@pytest.mark.slow
 def test_a_loop_over_layers_computes_what_unrolled_layers_compute() -> None:
     with jax.enable_x64():
         module, x = network(*[1.0] * 3), batch_of(3, WIDTH)
@@ -103,7 +102,6 @@ class Alternating(nn.Module):
         return x
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(3, 5), (5, 3)])
 def test_layers_that_repeat_otherwise_for_another_shape_are_a_loop(lengths: tuple[int, int]) -> None:
     torch.manual_seed(0)
@@ -119,7 +117,6 @@ def test_layers_that_repeat_otherwise_for_another_shape_are_a_loop(lengths: tupl
     assert [node.kwargs["length"] for node in nodes if node.op == REPEAT] == [2 if lengths[0] == 3 else 4]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scales", "frozen", "lengths", "name"),
     [

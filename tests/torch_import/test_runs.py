@@ -101,7 +101,6 @@ def state_dicts(*of) -> dict:
     return dict(zip(("model", "optimizer", "scheduler"), (part.state_dict() for part in of), strict=True))
 
 
-@pytest.mark.slow
 def test_a_run_goes_from_pytorch_through_jax_and_back(classifier) -> None:
     loader = Loader(digits()[0], 16, 0)
     batches = [next(loader) for _ in range(8)]
@@ -128,7 +127,6 @@ def test_a_run_goes_from_pytorch_through_jax_and_back(classifier) -> None:
             torch.testing.assert_close(ours, theirs, rtol=RTOL, atol=RTOL / 10, msg=name)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits_and_goes_on_in_pytorch(classifier) -> None:
     run(f"train classifier.py::Digits --rate 0.1 --out run {QUIET}")
     shutil.copytree("run", "again")
@@ -151,7 +149,6 @@ def test_a_resumed_run_has_the_same_bits_and_goes_on_in_pytorch(classifier) -> N
     assert len(optimizer.state) == len([p for p in module.parameters() if p.requires_grad])
 
 
-@pytest.mark.slow
 def test_the_commands_of_the_tutorial_run(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "import-tutorial.md").read_text()

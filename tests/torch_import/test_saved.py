@@ -47,7 +47,6 @@ def saved(tmp_path, monkeypatch):
     return module, model, {name: x.numpy() for name, x in batch.items()}
 
 
-@pytest.mark.slow
 def test_a_saved_model_computes_the_same_bits_without_pytorch(saved) -> None:
     module, model, batch = saved
     np.savez("given.npz", **batch)
@@ -68,7 +67,6 @@ def test_a_saved_model_computes_the_same_bits_without_pytorch(saved) -> None:
     assert "only for {mask: bool[6, 8], x: float32[6, 8]} with float32 parameters in training; {" in printed
 
 
-@pytest.mark.slow
 def test_a_file_that_is_not_valid_is_refused_in_one_line(saved) -> None:
     text = Path("saved/model.json").read_text()
     contents = json.loads(text)

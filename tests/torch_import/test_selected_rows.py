@@ -325,7 +325,7 @@ def mixture(family: str) -> Made:
     return getattr(transformers, f"{family}ForCausalLM")(config), {"input_ids": np.arange(12).reshape(2, 6) % 11}
 
 
-@pytest.mark.parametrize("family", ["Mixtral", pytest.param("Qwen3Moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
 def test_experts_of_transformers(family: str) -> None:
     torch.manual_seed(0)
     # RMSNorm and the router compute in float32.

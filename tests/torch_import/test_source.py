@@ -52,7 +52,6 @@ def blocks() -> tuple[nn.Module, dict[str, np.ndarray]]:
     return Blocks(), {"x": np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)}
 
 
-@pytest.mark.slow
 def test_source_is_formatted_shares_functions_and_computes_the_models_outputs_state_and_gradients(
     tmp_path: Path,
 ) -> None:
@@ -82,7 +81,6 @@ def test_source_is_formatted_shares_functions_and_computes_the_models_outputs_st
         jax.tree.map(np.testing.assert_array_equal, run(source.model, params, rng), run(model, model.params, rng))
 
 
-@pytest.mark.slow
 def test_the_source_of_layers_that_are_not_a_loop_has_pytorchs_parameters() -> None:
     model = jt.from_torch(*blocks(), unroll=True)
     text = model.source()
@@ -92,7 +90,6 @@ def test_the_source_of_layers_that_are_not_a_loop_has_pytorchs_parameters() -> N
     assert "stacked" not in text
 
 
-@pytest.mark.slow
 def test_an_expression_that_computes_something_else_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = templates.TEMPLATES["aten.sinh.default"]
     monkeypatch.setitem(templates.TEMPLATES, "aten.tanh.default", wrong)
@@ -158,7 +155,6 @@ class Custom(nn.Linear):
         return y
 
 
-@pytest.mark.slow
 def test_a_buffer_without_values_is_refused() -> None:
     with torch.device("meta"):
         model = jt.from_torch(*llama())
@@ -166,7 +162,6 @@ def test_a_buffer_without_values_is_refused() -> None:
         model.source()
 
 
-@pytest.mark.slow
 def test_a_function_with_a_gradient_of_its_own_is_a_custom_vjp(tmp_path: Path) -> None:
     module = Custom(3, 2)
     path = jt.from_torch(module, np.ones((4, 3), np.float32)).save_source(tmp_path / "model.py")[0]
@@ -208,7 +203,6 @@ def resnet() -> tuple[nn.Module, dict[str, np.ndarray]]:
     return transformers.ResNetForImageClassification(config), batch
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "lines"),
     [(gpt2, 175), *(pytest.param(*x, marks=pytest.mark.nightly) for x in [(llama, 195), (resnet, 260)])],
@@ -237,7 +231,7 @@ def test_published_models_are_written_in_few_lines_with_the_models_gradients(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(x, marks=pytest.mark.slow if x in ("image_network",) else pytest.mark.nightly)
+        x
         for x in FAMILIES
         if x != "rwkv"  # its evaluation mode divides weights in place
     ],
@@ -275,7 +269,6 @@ def own():
 """
 
 
-@pytest.mark.slow
 def test_the_command_writes_the_source_and_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "mine.py", tmp_path / "out" / "model.py"
     file.write_text(FILE)

@@ -19,7 +19,6 @@ from jaxtrain.step import averaged
 from jaxtrain.transforms.remat import remat
 
 WIDTH, LENGTH = 8, 3
-pytestmark = pytest.mark.slow
 
 
 class Layer(nn.Module):

@@ -93,7 +93,6 @@ def tied() -> dict[str, nn.Module]:
     return {"a": a, "b": b}
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_values_gradients_and_buffers_are_pytorchs(name: str) -> None:
     differences, _ = compared(CASES[name](), batch_of(4, 3))

@@ -71,7 +71,6 @@ def _operation_by_operation(eqn, args, run):
     return run(eqn.params["jaxpr"].jaxpr, eqn.params["jaxpr"].consts, args) if eqn.primitive.name == "jit" else None
 
 
-@pytest.mark.slow
 def test_gradients_are_those_of_the_unscaled_program():
     """Without a compiler, which fuses two programs differently, and rounds differently in them."""
     scales = np.ldexp(np.float32(1), np.random.default_rng(2).permutation(BLOCKS))
@@ -94,9 +93,9 @@ def _low_precision(fn):
     ("before", "after", "dtype", "spread"),
     [
         (_unchanged, _unchanged, np.float32, 30),
-        pytest.param(_unchanged, _unchanged, np.float64, 60, marks=pytest.mark.slow),
-        pytest.param(_unchanged, unroll, np.float32, 30, marks=pytest.mark.slow),
-        pytest.param(_unchanged, functools.partial(remat, policy="full"), np.float32, 30, marks=pytest.mark.slow),
+        pytest.param(_unchanged, _unchanged, np.float64, 60),
+        pytest.param(_unchanged, unroll, np.float32, 30),
+        pytest.param(_unchanged, functools.partial(remat, policy="full"), np.float32, 30),
         # Within float16, whose gradients here are between 2⁻⁷ and 2⁵.
         (_low_precision, _unchanged, np.float32, 3),
     ],

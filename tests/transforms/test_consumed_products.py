@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jaxtrain as jt
 from jaxtrain.losses import cross_entropy
@@ -39,7 +38,6 @@ def splits(rows, columns, bias):
     return (first.astype(np.float32).sum(-1) ** 2 * jnp.sin(second.astype(np.float32)).sum(-1)).sum()
 
 
-@pytest.mark.slow
 def test_parts_of_a_split_product_are_products():
     assert [count(split_products(autocast(splits), p), "biased_product") for p in ("cpu", "gpu")] == [1, 2]
     assert_same_gradients(splits, split_products)
@@ -71,7 +69,6 @@ def test_the_gradient_of_logits_updates_them():
     assert_same_gradients(loss, overwrite_logits)
 
 
-@pytest.mark.slow
 def test_logits_without_a_bias_and_with_a_multiple_of_8_classes():
     def without_bias(rows, columns, bias):
         wide = jnp.concatenate([columns, columns[:, :4]], 1)

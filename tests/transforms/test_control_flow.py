@@ -171,7 +171,6 @@ def test_an_operation_with_a_program_of_its_own_keeps_its_dtypes():
     assert (found.dtype, float(found)) == (np.float32, float(root(x)))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fn", CONTROL_FLOW)
 def test_a_rule_that_returns_none_changes_no_bit(fn):
     same = jaxpr.transform(fn, lambda eqn, args, run: None)
@@ -180,7 +179,6 @@ def test_a_rule_that_returns_none_changes_no_bit(fn):
     assert_same_bits(same(x, w), fn(x, w))
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("fn", [in_nest, in_scan, in_checkpoint])
 def test_grad_vmap_and_jit_agree_in_any_order(fn):
     cast = autocast(fn, jnp.bfloat16)
@@ -230,7 +228,6 @@ def test_closed_over_and_traced_values_are_cast_too():
     assert_same_bits(gradient, jnp.broadcast_to(X.sum(0)[:, None], W.shape))
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
 def test_autocast_equals_the_casts_written_by_hand(dtype):
     random = np.random.default_rng(0)

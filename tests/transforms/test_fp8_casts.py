@@ -30,7 +30,6 @@ def _count(traced, name):
     return sum((eqn.primitive.name == name) + sum(_count(j, name) for j in inner_jaxprs(eqn)) for eqn in traced.eqns)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_unrolled", [False, True], ids=["scanned", "unrolled"])
 def test_the_second_computation_has_the_same_bits(is_unrolled):
     policy = Policy(np.float32, jnp.bfloat16, fp8=Fp8())

@@ -116,7 +116,7 @@ def test_output_heads_of_imported_modules_are_excluded():
     }
 
 
-@pytest.mark.parametrize("name", ["fp8", pytest.param("fp8_row", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["fp8", "fp8_row"])
 def test_products_are_those_of_the_operands_written_by_hand(name):
     fp8 = policy(name).fp8
 

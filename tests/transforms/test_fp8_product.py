@@ -133,7 +133,6 @@ def test_zeros_give_zeros_and_an_inf_is_never_saturated_away(name):
         assert not np.isfinite(np.asarray(out[..., 5], np.float32)).any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8", "fp8_row", "fp8_block"])
 def test_the_backward_pass_keeps_operands_in_8_bits(name):
     x, kernel, *_ = operands((4, 128), (128, 256))

@@ -80,7 +80,6 @@ NORMS_SOFTMAXES_LOSSES = {
 }
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", NORMS_SOFTMAXES_LOSSES)
 def test_norms_softmaxes_and_losses_are_float32_inside(name):
     fn, expected = NORMS_SOFTMAXES_LOSSES[name]
@@ -98,7 +97,6 @@ CONFIG = GPT2Config(vocab_size=16, n_positions=4, n_embd=8, n_layer=2, n_head=2,
 TOKENS = np.arange(10).reshape(2, 5).astype(np.int32)
 
 
-@pytest.mark.slow
 def test_activations_and_the_residual_stream_of_a_model_are_bfloat16():
     apply, params = functional(GPT2(CONFIG, rngs=nnx.Rngs(0)))
 

@@ -33,7 +33,6 @@ def gpt2():
     return loss, jax.tree.map(lambda p: p * 4, params)
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_every_matrix_product_of_gpt2_and_its_gradient_is_low_precision(dtype, remat):
@@ -52,7 +51,6 @@ def test_every_matrix_product_of_gpt2_and_its_gradient_is_low_precision(dtype, r
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.slow
 def test_gpt2_in_low_precision_is_within_its_epsilon_of_float64(dtype):
     loss, params = gpt2()
     value, gradients = jax.jit(jax.value_and_grad(autocast(loss, dtype)))(params, TOKENS, None)

@@ -61,7 +61,7 @@ def gpt2_loss():
     "policies",
     [
         pytest.param(["full", "dots", "names:hidden"], id="some"),
-        pytest.param(BY_NAME[1:], id="all", marks=pytest.mark.slow),
+        pytest.param(BY_NAME[1:], id="all"),
     ],
 )
 def test_no_policy_changes_a_bit_of_gpt2s_loss_or_gradient(policies):
@@ -97,7 +97,6 @@ with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
 """
 
 
-@pytest.mark.slow
 def test_fused_operations_change_the_last_digits_alone():
     """With the compiler's flags that users have."""
     env = {**os.environ, "XLA_FLAGS": "", "JAX_ENABLE_COMPILATION_CACHE": "false"}
@@ -121,7 +120,6 @@ def dropping(params, batch, rng):
     return jt.Loss((out**2).sum(), len(batch)), {}
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_training_step_is_the_same_under_every_policy(precision):
     # Powers of two and small integers, which no dtype rounds, whatever the order of sums.

@@ -31,7 +31,6 @@ def test_an_elementwise_operation_keeps_its_low_precision_input_alone(fn):
     assert ("float32", (4, 4)) in kept(fn, x)
 
 
-@pytest.mark.slow
 def test_a_recomputed_kernel_has_the_gradient_of_the_function_rounded_once():
     x = low(jnp.linspace(-3, 3, 16).reshape(4, 4))
     cast = autocast(lambda x: kernel(jax.nn.gelu)(x @ jnp.eye(4)), jnp.bfloat16)

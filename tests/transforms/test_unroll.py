@@ -40,7 +40,7 @@ def names(traced):
     ("precision", "accumulate", "remat"),
     [
         pytest.param("fp32", 1, "none", marks=pytest.mark.nightly),
-        pytest.param("bf16", 2, "full", marks=pytest.mark.slow),
+        pytest.param("bf16", 2, "full"),
         pytest.param("fp16", 1, "names:hidden", marks=pytest.mark.nightly),
     ],
 )
@@ -63,7 +63,6 @@ def test_a_step_with_unrolled_layers_equals_the_step_with_scanned_ones(precision
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=eps, atol=eps / 10), *results)
 
 
-@pytest.mark.slow
 def test_in_float64_the_gradients_are_equal_to_rounding():
     loss_fn, params = loss_and_params()
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
@@ -108,7 +107,6 @@ def test_on_a_gpu_activations_and_their_gradients_keep_their_layout_between_laye
     assert [text.count("layout_constraint[") for text in texts] == [0, 2 * 3]
 
 
-@pytest.mark.slow
 def test_on_a_mesh_of_gpus_layers_wait_for_transfers_and_numbers_are_the_same():
     def layers(x, ws):
         return jax.lax.scan(lambda x, w: (jt.block(lambda x: jnp.tanh(x @ w))(x), None), x, ws, reverse=True)[0].sum()

@@ -12,7 +12,6 @@ from tests.data.finetuning.rewriting import CALL_REWRITTEN, TEXT_ALONE, Rewritin
 
 SPEC = importlib.util.find_spec("trl")
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(SPEC is None, reason="needs tests/trl/requirements.txt"),
 ]
 DEEPSEEK_EOS = "<｜end▁of▁sentence｜>"

@@ -25,7 +25,6 @@ from tests.recipes.fine_tuning_twin import (
 )
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs tests/trl/requirements.txt"),
 ]

@@ -114,7 +114,6 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_every_format_holds_the_same_examples(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet, feather = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow.feather")

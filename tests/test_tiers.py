@@ -1,0 +1,64 @@
+"""Which tests run: quick cases of promises, laws and what a change touches, within a time."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.tiers import CHANGE_SECONDS, QUICK_SECONDS, SEPARATE, Choice, function_of, promises
+from tests.touched import distances
+
+PROMISES = {"first": ["tests/a.py::test_a", "tests/a.py::test_b"], "second": ["tests/b.py::test_slow"]}
+SECONDS = {
+    **{f"tests/a.py::test_a[{i}]": 1.0 + i for i in range(8)},
+    "tests/b.py::test_slow": 99.0,
+    **{f"tests/c.py::test_other[{i}]": 7.0 for i in range(200)},
+}
+NAMES = [*SECONDS, *(f"tests/a.py::test_b[{i}]" for i in range(4))]
+
+
+def chosen(tier: str, seed: str = "0", **arguments: Any) -> set[str]:
+    items: Any = [SimpleNamespace(nodeid=name) for name in NAMES]
+    return {item.nodeid for item in getattr(Choice(items, SECONDS, seed), tier)(**arguments)}
+
+
+def test_a_quick_run_has_a_quick_case_of_each_promise_within_its_time() -> None:
+    found = chosen("quick", of_promises=PROMISES)
+    assert "tests/b.py::test_slow" in found
+    assert {function_of(name) for name in found} == {test for tests in PROMISES.values() for test in tests}
+    assert sum(SECONDS.get(name, 0.25) for name in found) <= QUICK_SECONDS
+
+
+def test_a_change_runs_a_case_of_each_law_and_the_nearest_tests() -> None:
+    near = {"tests/c.py": 1, "jaxtrain/c.py": 0}
+    found = chosen("change", of_promises=PROMISES, nearness=near)
+    assert {function_of(name) for name in found} >= {test for tests in PROMISES.values() for test in tests}
+    assert any(name.startswith("tests/c.py") for name in found)
+    assert not any(name.startswith("tests/c.py") for name in chosen("change", of_promises=PROMISES, nearness={}))
+    assert sum(SECONDS.get(name, 0.25) for name in found) <= CHANGE_SECONDS
+
+
+def test_the_cases_move_with_the_commit_until_all_were_seen() -> None:
+    seen = [chosen("directory", seed=str(i)) for i in range(40)]
+    assert len(set(map(frozenset, seen))) > 30
+    assert set().union(*seen) == set(NAMES)
+
+
+def test_a_changed_file_is_nearest_to_those_that_import_what_it_defines() -> None:
+    found = distances({"jaxtrain/step/clip.py"})
+    assert found["jaxtrain/step/clip.py"] == 0
+    assert found["tests/step/test_clip.py"] < found["tests/cli/test_train.py"]
+    assert "tests/observe/test_charts.py" not in found
+
+
+def test_every_promise_runs_in_continuous_integration(request: pytest.FixtureRequest) -> None:
+    """This test is a law itself."""
+    if request.config.option.tier not in ("quick", "change"):
+        pytest.skip("tests were selected in the place of a tier")
+    run = {function_of(item.nodeid) for item in request.session.items}
+    missing = [
+        promise
+        for promise, tests in promises().items()
+        if run.isdisjoint(tests) and not all(test.startswith(SEPARATE) for test in tests)
+    ]
+    assert not missing, missing

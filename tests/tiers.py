@@ -1,0 +1,235 @@
+"""A pytest plugin that chooses which tests run.
+
+A law is a test that a promise of docs/guarantees.md names; its cases have the mark `law`. There are three tiers:
+
+- quick, of `pytest` alone: a quick case of each promise, and of as many laws as its time holds;
+- change, of continuous integration: a case of each law, the tests that are nearest to the last commits' changes by the
+  graph of imports, and further cases of laws, as its time holds;
+- all: everything, for a nightly run.
+
+Which cases of a test they are depends on the commit, so that all are seen within days. Paths, `-k` and `-m` select
+tests in the place of a tier: of directories a case of each test, and as many as the time holds; of files, all.
+`durations.json` has the seconds of cases of half a second or more, on one slow core with an empty compilation cache;
+`--record` adds those of a run. Tests marked `nightly` take minutes or a machine to themselves: `--tier all` runs them,
+as do `-m nightly` and their own names.
+"""
+
+import hashlib
+import json
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.touched import distances, in_last_commits
+
+ROOT = Path(__file__).parents[1]
+GUARANTEES, DURATIONS = ROOT / "docs" / "guarantees.md", ROOT / "tests" / "durations.json"
+QUICK_SECONDS, CHANGE_SECONDS, DIRECTORY_SECONDS = 240.0, 900.0, 600.0
+"""Of all workers together, as durations.json counts them."""
+TOUCHED_SECONDS = 300.0
+LONGEST_QUICK = 5.0
+"""Seconds of the longest case that the quick tier runs, unless it is the only one of a promise."""
+LONG = 10.0
+"""Seconds of a case that runs before shorter ones."""
+SHORT = 0.5
+"""Seconds from which durations are recorded. A case without one counts as half of it."""
+TIERS = ("quick", "change", "all")
+SEPARATE = ("tests/foreign/", "tests/gpu_programs/", "tests/trl/")
+"""Folders of tests that need other packages than the others, and run by themselves."""
+
+
+def promises() -> dict[str, list[str]]:
+    """Return the tests of each promise of docs/guarantees.md, as "tests/step/test_step.py::test_name"."""
+    found: dict[str, list[str]] = defaultdict(list)
+    promise = ""
+    for line in GUARANTEES.read_text().splitlines():
+        if line.startswith("**"):
+            promise = line
+        elif row := re.match(r"\| `(tests/[\w/]+\.py::\w+)` \|", line):
+            found[promise].append(row[1])
+    return dict(found)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of tiers."""
+    parser.addoption("--tier", choices=TIERS, help="the tests that run: see tests/tiers.py")
+    parser.addoption("--record", action="store_true", help="write the tests' durations to tests/durations.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the tier: the quick one for a call without paths and expressions."""
+    if worker := getattr(config, "workerinput", None):
+        config.option.tier, config.stash[NAMED] = worker["tier"]
+        return
+    of_testpaths = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if config.option.tier is None and of_testpaths and not (config.option.keyword or config.option.markexpr):
+        config.option.tier = "quick"
+    config.stash[NAMED] = not of_testpaths and all("::" in arg or arg.endswith(".py") for arg in config.args)
+    if config.option.record:
+        config.pluginmanager.register(Recorder())
+
+
+NAMED = pytest.StashKey[bool]()
+"""Whether files or tests were named, rather than directories."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker the tier, since the arguments of its own call differ."""
+    node.workerinput["tier"] = (node.config.option.tier, node.config.stash[NAMED])
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file in the quick tier that has no law."""
+    if config.option.tier != "quick" or collection_path.suffix != ".py":
+        return None
+    path = collection_path.relative_to(ROOT).as_posix()
+    return not any(test.startswith(f"{path}::") for tests in promises().values() for test in tests) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the laws, and deselect what the tier leaves out."""
+    of_promises, seconds = promises(), recorded()
+    laws = {test for tests in of_promises.values() for test in tests}
+    for item in items:
+        if function_of(item.nodeid) in laws:
+            item.add_marker(pytest.mark.law)
+    kept = {item.nodeid for item in _chosen(config, items, of_promises, seconds)}
+    deselected = [item for item in items if item.nodeid not in kept]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+    # Long ones first: at the end one worker would wait for the other.
+    items[:] = sorted((x for x in items if x.nodeid in kept), key=lambda x: seconds.get(x.nodeid, 0.0) < LONG)
+
+
+def _chosen(
+    config: pytest.Config,
+    items: Sequence[pytest.Item],
+    of_promises: Mapping[str, Sequence[str]],
+    seconds: Mapping[str, float],
+) -> Iterable[pytest.Item]:
+    tier, named = config.option.tier, config.stash[NAMED]
+    if tier == "all" or "nightly" in config.option.markexpr or any("::" in arg for arg in config.args):
+        return items
+    items = [item for item in items if not item.get_closest_marker("nightly")]
+    choice = Choice(items, seconds, commit())
+    if tier == "quick":
+        return choice.quick(of_promises)
+    if tier == "change":
+        return choice.change(of_promises, distances(in_last_commits()))
+    return items if named or config.option.keyword or config.option.markexpr else choice.directory()
+
+
+class Choice:
+    """Cases of tests, chosen by how long they take and by a seed."""
+
+    def __init__(self, items: Sequence[pytest.Item], durations: Mapping[str, float], seed: str) -> None:
+        self._seed = seed
+        self._cases: dict[str, list[pytest.Item]] = defaultdict(list)
+        for item in items:
+            self._cases[function_of(item.nodeid)].append(item)
+        self._seconds = {item.nodeid: durations.get(item.nodeid, SHORT / 2) for item in items}
+
+    def quick(self, of_promises: Mapping[str, Sequence[str]]) -> list[pytest.Item]:
+        """Return a case of each promise, and of other laws."""
+        laws = self._laws(of_promises)
+        needed = [self._quick([laws[test] for test in tests if test in laws]) for tests in of_promises.values()]
+        others = [item for item in self._in_order(laws.values()) if self._seconds[item.nodeid] <= LONGEST_QUICK]
+        return self._within(QUICK_SECONDS, [x for x in needed if x is not None], others)
+
+    def change(self, of_promises: Mapping[str, Sequence[str]], nearness: Mapping[str, int]) -> list[pytest.Item]:
+        """Return a case of each law, the tests whose files are nearest to a change, and further cases of laws."""
+        laws = self._laws(of_promises)
+        near = [item for cases in self._cases.values() for item in cases if file_of(item.nodeid) in nearness]
+        near = sorted(self._in_order(near), key=lambda item: nearness[file_of(item.nodeid)])
+        touched = self._within(TOUCHED_SECONDS, (), near)
+        others = self._in_order(item for test in laws for item in self._cases[test])
+        return self._within(CHANGE_SECONDS, [*laws.values(), *touched], others)
+
+    def directory(self) -> list[pytest.Item]:
+        """Return a case of each test, and further ones."""
+        needed = [self._quick(cases) for cases in self._cases.values()]
+        others = self._in_order(item for cases in self._cases.values() for item in cases)
+        return self._within(DIRECTORY_SECONDS, [x for x in needed if x is not None], others)
+
+    def _laws(self, of_promises: Mapping[str, Sequence[str]]) -> dict[str, pytest.Item]:
+        """Return a quick case of each law, by the test's name."""
+        tests = dict.fromkeys(test for tests in of_promises.values() for test in tests)
+        return {test: item for test in tests if (item := self._quick(self._cases.get(test, ()))) is not None}
+
+    def _quick(self, cases: Sequence[pytest.Item]) -> pytest.Item | None:
+        """Return one of the cases that take little longer than the quickest."""
+        if not cases:
+            return None
+        bound = max(1.0, 1.5 * min(self._seconds[item.nodeid] for item in cases))
+        return self._in_order(item for item in cases if self._seconds[item.nodeid] <= bound)[0]
+
+    def _in_order(self, items: Iterable[pytest.Item]) -> list[pytest.Item]:
+        return sorted(items, key=lambda item: hashlib.sha256((self._seed + item.nodeid).encode()).digest())
+
+    def _within(
+        self, seconds: float, needed: Sequence[pytest.Item], others: Iterable[pytest.Item]
+    ) -> list[pytest.Item]:
+        """Return all needed items, and others in their order while the sum of their seconds holds them."""
+        found = {item.nodeid: item for item in needed}
+        left = seconds - sum(self._seconds[name] for name in found)
+        for item in others:
+            if item.nodeid not in found and self._seconds[item.nodeid] <= left:
+                found[item.nodeid] = item
+                left -= self._seconds[item.nodeid]
+        return list(found.values())
+
+
+def function_of(nodeid: str) -> str:
+    """Return the name of a test without its case: "tests/a.py::test_b" of "tests/a.py::test_b[c]"."""
+    return nodeid.partition("[")[0]
+
+
+def file_of(nodeid: str) -> str:
+    """Return the file of a test, relative to the repository."""
+    return nodeid.partition("::")[0]
+
+
+def commit() -> str:
+    """Return the hash of the checkout's commit; "" outside a repository."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def recorded() -> dict[str, float]:
+    """Return the seconds of cases by their names."""
+    files = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    return {f"{file}::{case}": seconds for file, cases in files.items() for case, seconds in cases.items()}
+
+
+class Recorder:
+    """Records how long the tests of a session take."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add a phase of a test."""
+        self._seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the durations, those of other tests as they were."""
+        write(recorded(), self._seconds)
+
+
+def write(before: Mapping[str, float], measured: Mapping[str, float]) -> None:
+    """Write durations: measured ones, and those before of cases that were not measured."""
+    seconds = {case: x for case, x in before.items() if case not in measured}
+    seconds |= {case: round(x, 1) for case, x in measured.items() if x >= SHORT}
+    files: dict[str, dict[str, float]] = defaultdict(dict)
+    for case in sorted(seconds):
+        file, _, name = case.partition("::")
+        if (ROOT / file).exists():
+            files[file][name] = seconds[case]
+    DURATIONS.write_text(json.dumps(files, indent=0, sort_keys=True) + "\n")

@@ -1,0 +1,100 @@
+"""How far each file of tests is from a change, by the graph of imports."""
+
+import ast
+import subprocess
+from collections.abc import Collection, Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("jaxtrain", "parity", "benchmarks", "tests", "docs")
+
+
+def in_last_commits() -> set[str]:
+    """Return the files that the branch changed since it left origin/main; on main, in the day up to its last commit."""
+    base = _git("merge-base", "HEAD", "origin/main")
+    if not base or base == _git("rev-parse", "HEAD"):
+        seconds = int(_git("log", "-1", "--format=%ct") or 0)
+        base = _git("rev-list", "-1", f"--before={seconds - 24 * 3600}", "HEAD")
+    changed = _git("diff", "--name-only", base, "HEAD") if base else ""
+    return {*changed.splitlines(), *_git("diff", "--name-only", "HEAD").splitlines()}
+
+
+def distances(changed: Collection[str]) -> dict[str, int]:
+    """Return the number of imports between each file that reaches a changed one, and the nearest of these.
+
+    Args:
+      changed: Files, relative to the repository.
+    """
+    importers: dict[str, set[str]] = {}
+    for file in files():
+        for imported in imports(file):
+            importers.setdefault(imported, set()).add(file)
+    found = dict.fromkeys(sorted(changed), 0)
+    nearest = [*found]
+    for file in nearest:  # grows: breadth first
+        for importer in sorted(importers.get(file, ())):
+            if importer not in found:
+                found[importer] = found[file] + 1
+                nearest.append(importer)
+    return found
+
+
+@cache
+def files() -> tuple[str, ...]:
+    """Return all source files, relative to the repository."""
+    return tuple(sorted(x.relative_to(ROOT).as_posix() for folder in FOLDERS for x in (ROOT / folder).rglob("*.py")))
+
+
+def imports(file: str) -> set[str]:
+    """Return the files that a file imports, where it imports a name the one that defines it."""
+    return {found for module, name in names(file) if (found := defining(module, name)) is not None} - {file}
+
+
+def names(file: str) -> Iterator[tuple[str, str]]:
+    """Yield (module, name) of what a file imports or reads of an imported module; "" for the module itself."""
+    tree = ast.parse((ROOT / file).read_text())
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
+            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            yield modules[node.value.id], node.attr
+
+
+@cache
+def defining(module: str, name: str) -> str | None:
+    """Return the file of a module, or of the module that a name comes from which it re-exports."""
+    if name and (inside := file_of(f"{module}.{name}")) is not None:
+        return inside
+    file = file_of(module)
+    if file is None or not name or not file.endswith("__init__.py"):
+        return file
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module != module:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return defining(node.module, alias.name)
+    return file
+
+
+@cache
+def file_of(module: str) -> str | None:
+    """Return the file of a module; None if it is another project's."""
+    path = module.replace(".", "/")
+    return next((x for x in (f"{path}.py", f"{path}/__init__.py") if x in _set()), None)
+
+
+@cache
+def _set() -> frozenset[str]:
+    return frozenset(files())
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
