@@ -29,9 +29,9 @@ from tests.touched import distances, in_last_commits
 
 ROOT = Path(__file__).parents[1]
 GUARANTEES, DURATIONS = ROOT / "docs" / "guarantees.md", ROOT / "tests" / "durations.json"
-QUICK_SECONDS, CHANGE_SECONDS, DIRECTORY_SECONDS = 240.0, 900.0, 600.0
+QUICK_SECONDS, CHANGE_SECONDS, DIRECTORY_SECONDS = 180.0, 900.0, 600.0
 """Of all workers together, as durations.json counts them."""
-TOUCHED_SECONDS = 300.0
+TOUCHED_SECONDS = 200.0
 LONGEST_QUICK = 5.0
 """Seconds of the longest case that the quick tier runs, unless it is the only one of a promise."""
 LONG = 10.0
