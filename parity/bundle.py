@@ -38,13 +38,15 @@ def record(case: Case, precisions: Sequence[str], folder: Path, **settings: Any)
       **settings: Fields of `parity.settings.Settings`.
 
     Raises:
-      UserError: The folder has a bundle already, or a setting does not fit the case.
+      UserError: The folder has a bundle already, a setting does not fit the case, or a parameter is complex.
     """
     from jaxtrain.errors import UserError
+    from jaxtrain.step import refuse_complex
     from parity.attestation import environment
     from parity.weights import with_tables
 
     given, case = settings_of(case, **settings), with_tables(case)
+    refuse_complex(case.params_like, "a bundle of safetensors", "check the case where PyTorch is installed")
     for precision in precisions:
         validate(case, precision, given)
     if (folder / INDEX).exists():

@@ -12,7 +12,7 @@ import numpy as np
 
 from parity.bars import FEW_ULPS, FIRST_BAR, LAST_BAR, NEGLIGIBLE, RATIO_BAR, SINGLE, UNSTABLE, tensor_bar
 from parity.divergence import Divergence
-from parity.record import Record, Snapshot, Tensors
+from parity.record import Record, Snapshot, Tensors, as_pairs
 from parity.trajectory import JUDGED, Trajectory, trajectory
 
 
@@ -225,9 +225,9 @@ def relative(
     truth = theirs if truth is None else truth
     if ours.keys() != theirs.keys():
         raise ValueError(f"only one of the runs has {sorted(ours.keys() ^ theirs.keys())}")
-    whole = _norm(truth.values())
-    scales = {name: whole if name in noise else _scale(_norm([truth[name]]), whole) for name in theirs}
-    return {name: _ratio(_norm([_minus(ours[name], x)]), scales[name]) for name, x in theirs.items()}
+    whole = norm(truth.values())
+    scales = {name: whole if name in noise else _scale(norm([truth[name]]), whole) for name in theirs}
+    return {name: _ratio(norm([_minus(ours[name], x)]), scales[name]) for name, x in theirs.items()}
 
 
 def _verdict(ours: Record, theirs: Record, truth: Record, error_ratio: float | None, faults: Sequence[str]) -> Verdict:
@@ -276,8 +276,8 @@ def _noise(run: Record) -> frozenset[str]:
     Adam divides such a gradient by its own size: an update as large as its `eps` allows, in a direction that rounding
     decides. A gradient of exactly zero is none: it is that of an adapter before its first update.
     """
-    whole = _norm(run.grads.values())
-    return frozenset(name for name, grad in run.grads.items() if 0 < _norm([grad]) <= NEGLIGIBLE * whole)
+    whole = norm(run.grads.values())
+    return frozenset(name for name, grad in run.grads.items() if 0 < norm([grad]) <= NEGLIGIBLE * whole)
 
 
 def _without_noise(ours: Record, theirs: Record, one_ulp: Sequence[Record], when: str) -> Tensors:
@@ -288,16 +288,16 @@ def _without_noise(ours: Record, theirs: Record, one_ulp: Sequence[Record], when
     the optimizer moves them for each unit of noise.
     """
     after, their = (getattr(run, when).params for run in (ours, theirs))
-    found, whole = dict(after), _norm(theirs.grads.values())
+    found, whole = dict(after), norm(theirs.grads.values())
     for name, gradient in theirs.grads.items() if one_ulp else ():
         changes = [_minus(run.grads[name], gradient) for run in one_ulp]
-        noise = np.any([np.abs(change) > UNSTABLE * np.abs(gradient) for change in changes], axis=0)
+        noise = np.any([np.abs(change) > UNSTABLE * np.abs(as_pairs(gradient)) for change in changes], axis=0)
         moves = [_minus(getattr(run, when).params[name], their[name]) for run in one_ulp]
-        sizes = [(_norm([move[noise]]), _norm([change[noise]])) for move, change in zip(moves, changes, strict=True)]
+        sizes = [(norm([move[noise]]), norm([change[noise]])) for move, change in zip(moves, changes, strict=True)]
         gain = max((move / change for move, change in sizes if change), default=0.0)
-        own = _norm([_minus(ours.grads[name], gradient)[noise]])
-        if own <= NEGLIGIBLE * whole and _norm([_minus(after[name], their[name])[noise]]) <= RATIO_BAR * gain * own:
-            found[name] = np.where(noise, their[name], after[name])
+        own = norm([_minus(ours.grads[name], gradient)[noise]])
+        if own <= NEGLIGIBLE * whole and norm([_minus(after[name], their[name])[noise]]) <= RATIO_BAR * gain * own:
+            found[name] = np.where(noise, as_pairs(their[name]), as_pairs(after[name]))
     return found
 
 
@@ -377,11 +377,11 @@ def _tensor_ratios(ours: Record, theirs: Sequence[Record], truth: Record) -> tup
     """
     found = []
     for what, tensors_of in {"gradient": lambda run: run.grads, "buffer": lambda run: run.last.buffers}.items():
-        true, size = tensors_of(truth), _norm(tensors_of(truth).values())
+        true, size = tensors_of(truth), norm(tensors_of(truth).values())
         whole = max(_rms(tensors_of(run), true) for run in theirs) if true else 0.0
         for name, x in true.items():
             noise = [_rms(tensors_of(run), {name: x}) for run in theirs]
-            floor = whole if _norm([x]) <= NEGLIGIBLE * size else FEW_ULPS * _size({name: x})
+            floor = whole if norm([x]) <= NEGLIGIBLE * size else FEW_ULPS * _size({name: x})
             ratio = _ratio(_rms(tensors_of(ours), {name: x}), max(floor, *noise))
             found.append(TensorRatio(f"{what} of {name}", ratio, RATIO_BAR, x.size))
     return tuple(found)
@@ -392,7 +392,7 @@ def _worst(distances: dict[str, float]) -> tuple[str, float]:
 
 
 def _rms(run: Tensors, truth: Tensors) -> float:
-    return _norm(_minus(run[name], x) for name, x in truth.items()) / math.sqrt(sum(x.size for x in truth.values()))
+    return norm(_minus(run[name], x) for name, x in truth.items()) / math.sqrt(sum(x.size for x in truth.values()))
 
 
 def _size(tensors: Tensors) -> float:
@@ -412,8 +412,9 @@ def _ratio(distance: float, unit: float) -> float:
 
 def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):
-        return np.subtract(a, b, dtype=np.float64)
+        return np.subtract(as_pairs(a), as_pairs(b), dtype=np.float64)
 
 
-def _norm(tensors: Iterable[np.ndarray]) -> float:
-    return math.sqrt(sum(float(np.vdot(x, x)) for x in map(np.float64, tensors)))
+def norm(tensors: Iterable[np.ndarray]) -> float:
+    """Return the Euclidean norm of all elements."""
+    return math.sqrt(sum(float(np.vdot(x, x)) for x in map(np.float64, map(as_pairs, tensors))))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from parity.case import Case
+from parity.compare import norm
 from parity.record import Step
 
 LISTED = 5
@@ -32,7 +33,7 @@ class Coverage:
 
     def __call__(self, step: Step) -> None:
         """Record a step."""
-        self.norms.append(float(np.sqrt(sum(np.vdot(g, g) for g in map(np.float64, step.grads.values())))))
+        self.norms.append(norm(step.grads.values()))
         for name, grad in step.grads.items():
             self.reached[name] = self.reached.get(name, False) | (grad != 0)
 

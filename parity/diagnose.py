@@ -252,8 +252,10 @@ def _replayed(recipe: "Recipe", names: Sequence[str], seen: "Sequence[Step]", ou
     import jax.numpy as jnp
     import optax
 
+    from parity.record import as_pairs
+
     def arrays(tensors: "Tensors") -> Any:
-        return {name: jnp.asarray(tensors[name], float) for name in names}
+        return {name: jnp.asarray(as_pairs(tensors[name]), float) for name in names}
 
     transformation = optax.with_extra_args_support(recipe.transformation())
     state, after = transformation.init(arrays(seen[0].before.params)), 0.0

@@ -17,6 +17,7 @@ import numpy as np
 
 from parity.bars import NEGLIGIBLE
 from parity.order import Order, is_layout, order, order_of_weights, same_layout
+from parity.record import as_pairs
 
 TOLERANCE = 1e-10
 """Relative tolerance of each number, equal to `parity.bars.FIRST_BAR`."""
@@ -53,7 +54,7 @@ def fingerprint(value: np.ndarray) -> Fingerprint:
     >>> fingerprint(np.array([[1.0, -2.0], [0.0, 3.0]]))
     Fingerprint(squares=3.5, magnitudes=1.5, largest=3.0, mean=0.5)
     """
-    x = np.asarray(value, np.float64).ravel()
+    x = np.asarray(as_pairs(value), np.float64).ravel()
     magnitudes, n = np.abs(x), max(x.size, 1)
     if not magnitudes.max(initial=0) < MASKED:  # or a NaN
         x, magnitudes = x[magnitudes < MASKED], magnitudes[magnitudes < MASKED]
@@ -121,11 +122,12 @@ class Trace(Generic[Where]):
 
     def add_input(self, value: np.ndarray) -> Sources:
         """Record a parameter or a buffer, which both programs share, so that it is never at fault."""
+        value = as_pairs(value)
         return self._append(Value(fingerprint(value), frozenset(), None, order=order_of_weights(_finite(value))))
 
     def add_batch(self, value: np.ndarray) -> Sources:
         """Record an array of a batch, which is a constant and never at fault."""
-        self.length = max(self.length, *value.shape[1:], 0)
+        self.length, value = max(self.length, *value.shape[1:], 0), as_pairs(value)
         return self._append(Value(_of_constant(value), frozenset(), None, trained=False, order=_order_of(value)))
 
     def add(self, value: np.ndarray, sources: Sources, where: Where | None) -> Sources:
@@ -142,7 +144,7 @@ class Trace(Generic[Where]):
         >>> trace.add(np.array([1.0, 4.0]), x, "square") == x
         False
         """
-        known = sources - NOISE
+        known, value = sources - NOISE, as_pairs(value)
         trained = any(self.values[i].trained for i in known)
         if not trained and known != sources:
             return NOISE

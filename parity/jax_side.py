@@ -11,7 +11,9 @@ import numpy as np
 import optax
 
 import jaxtrain
-from jaxtrain.step import TrainStep, current_scale
+from jaxtrain.interop import leaves
+from jaxtrain.paths import path_name
+from jaxtrain.step import TrainStep, as_complex, current_scale
 from jaxtrain.torch_import import refuse_beyond_int32
 from jaxtrain.transforms import Policy, policy
 from parity.case import Case
@@ -216,7 +218,15 @@ def to_torch(case: Case, tree: Any) -> Tensors:
 
 def moments(case: Case, opt_state: Any) -> dict[str, Tensors]:
     """Return the optimizer's moments by PyTorch's names of moments and parameters."""
-    return {name: to_torch(case, optax.tree.get(opt_state, ours)) for name, ours in case.optimizer.moments.items()}
+    like = dict(leaves(case.params_like))
+
+    def as_param(path: Any, x: Any) -> Any:
+        # jaxtrain's optimizers have pairs of real numbers for complex ones, optax's complex numbers.
+        p = like.get(path_name(path), x)
+        return as_complex(x, p) if x.shape == (*p.shape, 2) else x
+
+    found = {name: optax.tree.get(opt_state, ours) for name, ours in case.optimizer.moments.items()}
+    return {name: to_torch(case, jax.tree.map_with_path(as_param, moment)) for name, moment in found.items()}
 
 
 def buffers(case: Case, model_state: Any) -> Tensors:

@@ -133,7 +133,8 @@ def _with_named_gradients(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fingerprints(case: Case, gradients: Mapping[str, Any]) -> dict[str, Fingerprint]:
     named = jax.tree.map_with_path(lambda path, x: gradients.get(path_name(path), np.zeros(x.shape)), case.params_like)
-    return {name: fingerprint(x) for name, x in jax_side.to_torch(case, named).items()}
+    # The conjugate is PyTorch's gradient of a complex parameter.
+    return {name: fingerprint(np.conj(x)) for name, x in jax_side.to_torch(case, named).items()}
 
 
 def _by_torch_name(case: Case, params: Any) -> dict[str, Sources]:
@@ -293,7 +294,7 @@ def _computes(line: tuple[str, int] | None) -> bool:
 def _is_number(value: Any) -> bool:
     """Whether a value is of numbers or booleans; keys and float0 are not."""
     dtype = np.result_type(value) if np.isscalar(value) else value.dtype
-    return any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.floating, np.integer, np.bool_))
+    return any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.inexact, np.integer, np.bool_))
 
 
 def _traced(value: Any) -> _Traced:

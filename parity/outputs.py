@@ -180,14 +180,14 @@ def _with_gradients(fn: Any) -> Any:
 
     def with_gradients(params: Any, batch: Any, state: Any) -> Any:
         gradients, outputs = jax.grad(total, has_aux=True)(params, batch, state)
-        return outputs, gradients
+        return outputs, jax.tree.map(jnp.conj, gradients)  # PyTorch's convention
 
     return with_gradients
 
 
 def _nudged(x: np.ndarray, rng: np.random.Generator | None) -> np.ndarray:
     """Return floats that are off by one ulp of float32, up or down at random."""
-    if rng is None or not np.issubdtype(x.dtype, np.floating):
+    if rng is None or not np.issubdtype(x.dtype, np.inexact):
         return x
     return (x * (1 + SINGLE * rng.choice([-1.0, 1.0], x.shape))).astype(x.dtype)
 

@@ -41,10 +41,10 @@ def round_after_updates(optimizer: torch.optim.Optimizer, rounding: Rounding) ->
     """Let an optimizer of bfloat16 parameters compute in float32, and round them and its moments after each update.
 
     Args:
-      optimizer: The optimizer; hooks that are registered later find what is rounded.
+      optimizer: The optimizer; hooks that are registered later find what is rounded. Complex parameters are not.
       rounding: How parameters are rounded; moments are rounded to nearest.
     """
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"] if not p.is_complex()]
     states: list[dict[str, Any]] = [{} for _ in params]
     low: list[Tensor] = []
 

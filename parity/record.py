@@ -9,6 +9,15 @@ Tensors = dict[str, np.ndarray]
 """Parameters, gradients or moments under PyTorch's names, in PyTorch's layouts."""
 
 
+def as_pairs(x: np.ndarray) -> np.ndarray:
+    """Return complex numbers as pairs of real ones, which PyTorch's optimizers update each by itself; others as given.
+
+    >>> as_pairs(np.array([1 + 2j])).tolist()
+    [[1.0, 2.0]]
+    """
+    return np.stack([x.real, x.imag], -1) if np.iscomplexobj(x) else x
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """The state of a run at one moment: parameters, the optimizer's moments by PyTorch's names, and buffers."""

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.step import clip_grad_norm, micro_batch_key, optimizer_in_float32, validated
@@ -226,7 +227,7 @@ def _backward(case: Case) -> Callable[..., tuple[Any, Any, Any]]:
 
     def backward(*args: Any) -> tuple[Any, Any, Any]:
         (loss, model_state), grads = jax.value_and_grad(mean, has_aux=True)(*args)
-        return loss, grads, model_state
+        return loss, jax.tree.map(jnp.conj, grads), model_state  # PyTorch's convention
 
     return backward
 

@@ -134,6 +134,12 @@ def _run(
             optimizer.register_step_post_hook(nudge)
     scheduler = None if case.optimizer.scheduler is None else case.optimizer.scheduler(optimizer)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    for name, p in model.named_parameters() if scaler.is_enabled() else ():
+        if p.is_complex() and p.requires_grad:
+            raise UserError(
+                f"the parameter {name} is complex, whose gradient PyTorch's GradScaler does not unscale: use fp64, "
+                "fp32 and bf16 in place of fp16"
+            )
     if precision in ROUNDINGS:
         round_after_updates(optimizer, ROUNDINGS[precision])
     optimizer.register_step_post_hook(lambda *_: torch_delayed.update_scales(model))
@@ -350,12 +356,6 @@ def _seeded_model(case: Case, seed: int) -> torch.nn.Module:
     model = case.torch_model()
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"torch_model returned {type(model).__name__}: return a torch.nn.Module")
-    for name, p in model.named_parameters():
-        if p.is_complex():
-            raise UserError(
-                f"the parameter {name} is complex, which is not compared: store torch.view_as_real of it, and use "
-                "torch.view_as_complex in forward"
-            )
     # A model in training mode may have parts in evaluation mode, such as a frozen BatchNorm.
     model = model if model.training else model.train()
     clear_caches(model)
@@ -404,8 +404,9 @@ def _one_ulp_off(model: torch.nn.Module, seed: int) -> Callable[..., None]:
     def nudge(*_: Any) -> None:
         with torch.no_grad():
             for p in model.parameters():
-                towards = rng.choice([-np.inf, np.inf], p.shape)
-                p.copy_(torch.nextafter(p, torch.as_tensor(towards, dtype=p.dtype)))
+                real = torch.view_as_real(p) if p.is_complex() else p
+                towards = rng.choice([-np.inf, np.inf], real.shape)
+                real.copy_(torch.nextafter(real, torch.as_tensor(towards, dtype=real.dtype)))
 
     return nudge
 
@@ -474,7 +475,7 @@ def _gradients(case: Case, model: torch.nn.Module) -> Tensors:
 
 def _array(p: torch.Tensor, tensor: torch.Tensor | None) -> np.ndarray:
     """A copy of `tensor`; zeros like `p` for the gradient and moments of a parameter that the loss does not use."""
-    whole = full_tensor((torch.zeros_like(p) if tensor is None else tensor).detach())
+    whole = full_tensor((torch.zeros_like(p) if tensor is None else tensor).detach()).resolve_conj()
     # NumPy has no bfloat16; float32 holds all its values.
     return (whole.float() if whole.dtype == torch.bfloat16 else whole).numpy().copy()
 

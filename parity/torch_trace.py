@@ -257,7 +257,7 @@ class _Recorder(TorchDispatchMode):
         return Operation(self.stage, module, inner, _line(), self.built.get(module, ""))
 
     def _add(self, tensor: Tensor, sources: Sources, where: Operation) -> Sources:
-        return self.trace.add(_array(tensor), sources, where) if not tensor.is_complex() else sources
+        return self.trace.add(_array(tensor), sources, where)
 
     def _given(self, value: Any, where: Operation) -> Sources:
         """Sources of an argument. A tensor that the model holds is recorded where it is first used, a number as an
@@ -304,7 +304,7 @@ def _view(tensor: Tensor) -> tuple[int, int]:
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
 
 

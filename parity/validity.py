@@ -17,8 +17,8 @@ def check_case(case: Case) -> None:
     """Check the first batch of a case, and PyTorch's loss of it.
 
     Raises:
-      UserError: The batch is not of arrays with as many rows, the model is no module or has complex parameters, or
-        PyTorch's loss is not a finite sum with a weight.
+      UserError: The batch is not of arrays with as many rows, the model is no module, or PyTorch's loss is not a finite
+        sum with a weight.
     """
     batch = case.batch(0, case.rows)
     check_batch(batch, case.rows)

@@ -83,13 +83,13 @@ class Policy:
           copy: Whether to copy arrays that have their dtype already.
 
         Returns:
-          The copy; leaves that are not floating-point keep their dtypes.
+          The copy; other leaves keep their dtypes, but for complex64, which is complex128 beside float64.
 
         Raises:
           UserError: `param_dtype` is float64 and JAX's x64 mode is off.
         """
         self._check_available()
-        return jax.tree.map(lambda x: jnp.array(x, self.param_dtype if is_float(x) else None, copy=copy), params)
+        return jax.tree.map(lambda x: jnp.array(x, self._dtype(x), copy=copy), params)
 
     def cast_frozen(self, params: Any, *, copy: bool = True) -> Any:
         """Copy parameters that are not trained: as `cast_params`, but bfloat16 and float16 leaves keep their dtypes.
@@ -100,7 +100,12 @@ class Policy:
         return jax.tree.map(lambda x: jnp.array(x, self._stored_dtype(x), copy=copy), params)
 
     def _stored_dtype(self, x: Any) -> Any:
-        return self.param_dtype if is_float(x) and not is_stored_low(x, self.param_dtype) else None
+        return None if is_stored_low(x, self.param_dtype) else self._dtype(x)
+
+    def _dtype(self, x: Any) -> Any:
+        if jnp.iscomplexobj(x):
+            return np.promote_types(jnp.result_type(x), self.param_dtype)
+        return self.param_dtype if is_float(x) else None
 
     def apply(
         self,

@@ -21,7 +21,8 @@ def by_values(model: torch.nn.Module, sides: Sequence[Side], probe: Probe) -> Co
         for s in sides
         for unit in s.units
     }
-    weights = {name: np.asarray(x, np.float64) for name, x in model.state_dict().items()}
+    state = model.state_dict()
+    weights = {name: np.asarray(x, np.complex128 if x.is_complex() else np.float64) for name, x in state.items()}
     for side in sides:
         for unit in side.units:
             weights |= dict(zip(unit.tensors, shared[unit.name], strict=True))

@@ -17,7 +17,7 @@ from parity.case import Case
 from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
-from parity.record import Tensors
+from parity.record import Tensors, as_pairs
 from parity.torch_side import few_threads, in_dtype, seeded_model, tensor
 
 Shape = tuple[int, ...]
@@ -92,16 +92,22 @@ def random_perturbation(seed: str, shape: Shape) -> np.ndarray:
     return np.asarray(generator(f"move {seed}").uniform(0.0, 0.3, shape) / np.sqrt(shape[-1] if len(shape) > 1 else 1))
 
 
+def perturbed(x: np.ndarray, seed: str) -> np.ndarray:
+    """Return an array with `random_perturbation` added, to both parts of complex numbers."""
+    change = random_perturbation(seed, as_pairs(x).shape)
+    return x + (change[..., 0] + 1j * change[..., 1] if np.iscomplexobj(x) else change)
+
+
 def random_weights(model: torch.nn.Module, names: Collection[str]) -> dict[str, np.ndarray]:
     """Return the tensors of a model, those of `names` perturbed: scales of one and biases of zero prove nothing."""
-    perturbed: dict[int, np.ndarray] = {}
+    moved: dict[int, np.ndarray] = {}
     with torch.no_grad():
         for name, x in [*model.named_parameters(), *model.named_buffers()]:
-            if name in names and x.is_floating_point():
-                perturbed[id(x)] = random_perturbation(f"jitter {name}", tuple(x.shape))
+            if name in names and (x.is_floating_point() or x.is_complex()):
+                moved[id(x)] = perturbed(x.detach().numpy(), f"jitter {name}")
         # Tied parameters are one tensor with several names.
         return {
-            name: x.detach().numpy() + perturbed[id(x)] if id(x) in perturbed else x.detach().numpy().copy()
+            name: moved[id(x)] if id(x) in moved else x.detach().numpy().copy()
             for name, x in model.state_dict(keep_vars=True).items()
         }
 

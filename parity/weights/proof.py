@@ -14,8 +14,8 @@ from parity.torch_side import seeded_model, with_counterpart
 from parity.weights.probe import (
     MAX_DISTANCE,
     NEGLIGIBLE_CHANGE,
+    perturbed,
     probe_of,
-    random_perturbation,
     random_weights,
     relative_distance,
 )
@@ -95,7 +95,7 @@ def prove(case: Case) -> Proof:
                 "make them agree before proving their weights"
             )
         for name in params_used:
-            changed = {**weights, name: weights[name] + random_perturbation(name, weights[name].shape)}
+            changed = {**weights, name: perturbed(weights[name], name)}
             changed |= {alias: changed[name] for alias, of in ties.items() if of == name and alias in weights}
             changes = probe.jax_loss(*to_jax(changed)) - ours, probe.torch_loss(changed) - theirs
             if max(map(abs, changes)) <= NEGLIGIBLE_CHANGE * abs(theirs):

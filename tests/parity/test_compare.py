@@ -88,6 +88,24 @@ def test_noise_that_the_optimizer_amplifies_may_move_parameters_as_far_as_in_pyt
     assert not same_meaning(honest, theirs, stable).passed
 
 
+def test_noise_in_one_part_of_a_complex_number_is_noise_of_that_part_alone() -> None:
+    def run(update: complex, gradient: complex) -> Record:
+        """Of the weight of a mode, whose imaginary part has no effect in mathematics."""
+        snapshot = Snapshot({"w": np.array([0.5 + update])}, {}, {})
+        return Record(np.array([1.0]), {"w": np.array([gradient])}, snapshot, snapshot, np.ones(2), np.ones(1))
+
+    theirs, one_ulp = run(1e-9j, 1 + 1e-16j), [run(2e-9j, 1 + 2e-16j), run(1.5e-9j, 1 + 1.5e-16j)]
+    assert not same_meaning(run(-1e-9j, 1 - 1e-16j), theirs).passed
+    assert same_meaning(run(-1e-9j, 1 - 1e-16j), theirs, one_ulp).passed
+    assert not same_meaning(run(1e-9 - 1e-9j, 1 - 1e-16j), theirs, one_ulp).passed
+
+
+def test_complex_numbers_are_as_far_apart_as_their_difference_is_large() -> None:
+    theirs = {"w": np.array([3 + 4j, 0], np.complex64)}
+    assert relative({"w": np.array([3 - 4j, 0])}, theirs)["w"] == pytest.approx(8 / 5)
+    assert relative({"w": theirs["w"] + 1e-12j}, theirs)["w"] > 1e-13
+
+
 def test_a_mathematically_zero_tensor_is_compared_relative_to_all_tensors() -> None:
     theirs = {"weight": np.ones(4), "key.bias": np.full(4, 1e-17)}
     assert relative({**theirs, "key.bias": -theirs["key.bias"]}, theirs)["key.bias"] == pytest.approx(2e-17)

@@ -42,6 +42,16 @@ def test_halves_rotated_with_the_other_sign_are_other_values() -> None:
     assert counterparts(theirs, trace_of(np.concatenate([b + 9, a]))) == [frozenset({0})]
 
 
+def test_complex_numbers_match_as_pairs_and_not_as_their_conjugates() -> None:
+    z = np.array([1 + 2j, 3 - 1j])
+    pairs = trace_of(np.array([[1.0, 2.0], [3.0, -1.0]]))
+    assert counterparts(trace_of(z), pairs) == [frozenset({0})]
+    assert counterparts(trace_of(z.conj()), pairs) == [frozenset()]
+    of_batch: Trace[str] = Trace()
+    x = of_batch.add_batch(z)
+    assert of_batch.add(z, x, "copy") == x
+
+
 def trace_of(value: np.ndarray) -> Trace[str]:
     trace: Trace[str] = Trace()
     trace.add_input(value)

@@ -201,6 +201,56 @@ def test_a_wrong_table_is_not_proved(wrong: dict[str, TorchParam]) -> None:
         prove(attention(NameTable({**ATTENTION_NAMES.params, **wrong})))
 
 
+class Filters(torch.nn.Module):
+    """Complex factors of the frequencies of a signal, and sums of them, whose imaginary parts start at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.linspace(1, 2, 5).to(torch.complex64)) for _ in range(2))
+        self.mix = torch.nn.Parameter(torch.linspace(-1, 1, 20).reshape(5, 4).to(torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for w in (self.a, self.b):
+            x = torch.fft.irfft(torch.fft.rfft(x) * w, n=8).tanh()
+        return torch.fft.irfft(torch.fft.rfft(x) @ self.mix, n=6)
+
+
+def filters(change: Any = lambda w: w) -> Case:
+    """Two of the parameters have one shape, and one is transposed in JAX."""
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        x = batch["x"]
+        for name in "pq":
+            x = jnp.tanh(jnp.fft.irfft(jnp.fft.rfft(x) * change(params[name])[None], n=8))
+        x = jnp.fft.irfft(jnp.fft.rfft(x) @ change(params["r"]).T, n=6)
+        return jaxtrain.Loss((x**3).sum(), len(x)), {}
+
+    vector, matrix = (jax.ShapeDtypeStruct(shape, np.complex64) for shape in ((5,), (4, 5)))
+    return Case(
+        name="filters",
+        torch_model=Filters,
+        torch_loss=lambda model, batch: ((model(batch["x"]) ** 3).sum(), len(batch["x"])),
+        loss_fn=loss_fn,
+        params_like={"p": vector, "q": vector, "r": matrix},
+        names=None,
+        batch=lambda seed, rows: {"x": np.random.default_rng(seed).standard_normal((rows, 8), np.float32)},
+        rows=4,
+        optimizer=AdamW(lr=1e-2),
+        clip_norm=None,
+    )
+
+
+def test_complex_tensors_are_matched_by_value_and_proved_in_both_parts() -> None:
+    case = with_tables(filters())
+    assert {path: param.name for path, param in case.names.params.items()} == {"p": "a", "q": "b", "r": "mix"}
+    assert {*prove(case).distances} == {"a", "b", "mix"}
+    verdict = check(case, steps=2)
+    assert verdict.passed, verdict.lines
+    real = dataclasses.replace(filters(jnp.real), names=case.names)
+    with pytest.raises(UserError, match="differ at the same weights"):
+        prove(real)
+
+
 def test_a_tensor_used_twice_is_listed_with_all_other_errors() -> None:
     params = {**ATTENTION_NAMES.params, "w1": ATTENTION_NAMES.params["w0"], "b1": TorchParam("nothing")}
     with pytest.raises(UserError) as error:

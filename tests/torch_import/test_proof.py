@@ -1,17 +1,24 @@
 """`model.case`, and the commands of parity on a function that returns a module and an example batch."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import torch
+from jax import lax
 from torch import nn
+from torch.nn import functional as F
 
 import jaxtrain as jt
+from jaxtrain import optim
 from parity import check
+from parity.bundle import record
 from parity.cli import main
 from parity.example_batches import Example
+from parity.locate import locate
+from parity.optimizer import ADAM_MOMENTS, Optimizer
 from tests.torch_import import bare
 
 FILE = str(Path(bare.__file__))
@@ -142,14 +149,114 @@ def test_a_module_with_one_parameter_group_and_a_complex_buffer_is_proved(shape)
     assert verdict.passed, verdict.lines
 
 
-def test_complex_parameters_are_refused_in_one_line() -> None:
-    class Spectral(nn.Module):
+class FourierOperator(nn.Module):
+    """A layer of a Fourier neural operator, whose weights of low and high frequencies are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.skip, self.project = nn.Conv2d(1, 3, 1), nn.Conv2d(3, 3, 1), nn.Conv2d(3, 1, 1)
+        self.low, self.high = (nn.Parameter(torch.randn(3, 3, 2, 2, dtype=torch.complex64) / 3) for _ in range(2))
+
+    def forward(self, x):
+        x = self.lift(x)
+        modes = torch.fft.rfft2(x)
+        out = torch.zeros_like(modes)
+        out[:, :, :2, :2] = torch.einsum("bixy,ioxy->boxy", modes[:, :, :2, :2], self.low)
+        out[:, :, -2:, :2] = torch.einsum("bixy,ioxy->boxy", modes[:, :, -2:, :2], self.high)
+        return self.project(F.gelu(torch.fft.irfft2(out, s=x.shape[-2:]) + self.skip(x)))
+
+
+@pytest.fixture(scope="module")
+def operator():
+    torch.manual_seed(0)
+    return jt.from_torch(FourierOperator(), np.random.default_rng(0).standard_normal((4, 1, 8, 6)).astype(np.float32))
+
+
+ADAM = Optimizer("Adam", lambda named: torch.optim.Adam(named, 1e-2), optim.adam(1e-2), ADAM_MOMENTS)
+SGD = Optimizer(
+    "SGD",
+    lambda named: torch.optim.SGD(named, 0.1, momentum=0.9),
+    optim.sgd(0.1, 0.9),
+    {"momentum_buffer": "momentum_buffer"},
+)
+
+
+@pytest.mark.parametrize(("optimizer", "clip_norm"), [(ADAM, None), (SGD, 0.9)], ids=["adam", "sgd, clipped"])
+def test_a_module_with_complex_parameters_is_proved(operator, optimizer, clip_norm) -> None:
+    case = operator.case(optimizer=optimizer, clip_norm=clip_norm)
+    for precision, accumulate in (("fp64", 2), ("fp32", 1), ("bf16", 1)):
+        verdict = check(case, precision, steps=4, accumulate=accumulate)
+        assert verdict.passed, (precision, verdict.lines)
+    assert locate(case) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "fault", "stage", "located"),
+    [
+        # The value is that of `w`, and the gradient the conjugate of PyTorch's.
+        (lambda w: lax.complex(w.real, 2 * lax.stop_gradient(w.imag) - w.imag), "gradient, low", "gradients", ""),
+        (lambda w: lax.complex(w.real, w.imag * (1 + 1e-7)), "first loss", "loss", "FourierOperator: aten.bmm"),
+    ],
+    ids=["conjugated gradient", "wrong imaginary part"],
+)
+def test_a_wrong_complex_parameter_is_caught(operator, change, fault, stage, located) -> None:
+    def torch_loss(module, batch):
+        return ((module(batch["input"]) - 1) ** 2).sum(), len(batch["input"])
+
+    def loss_fn(params, batch, rng):
+        outputs, _ = operator({**params, "low": change(params["low"])}, batch["input"], rng)
+        return jt.Loss(((outputs - 1) ** 2).sum(), len(batch["input"])), {}
+
+    verdict = check(operator.case(torch_loss=torch_loss, loss_fn=loss_fn), steps=2, locate=True)
+    assert verdict.faults[0].startswith(fault), verdict.lines
+    assert verdict.stage.startswith(f"{stage}: ")
+    assert verdict.first_divergence.torch.startswith(located)
+
+
+def test_a_wrong_optimizer_of_complex_parameters_is_diagnosed(operator) -> None:
+    wrong = dataclasses.replace(ADAM, jax=optim.adam(1e-2, eps=1e-6))
+    verdict = check(operator.case(optimizer=wrong, clip_norm=None), steps=1, locate=True)
+    assert verdict.diagnosis.startswith("Adam: JAX's eps is 1e-6: eps=1e-8"), verdict.lines
+
+
+def test_what_cannot_be_compared_of_complex_parameters_is_refused_in_one_line(operator, tmp_path) -> None:
+    case = operator.case()
+    with pytest.raises(jt.UserError, match=r"low is complex, .* GradScaler does not unscale: use fp64"):
+        check(case, "fp16", steps=1)
+    with pytest.raises(jt.UserError, match="complex, which a bundle of safetensors does not support"):
+        record(case, ["fp64"], tmp_path / "bundle", steps=1)
+
+
+@pytest.mark.parametrize("precision", ["bf16_params_stochastic", "bf16_params_kahan"])
+def test_complex_parameters_are_not_rounded_to_bfloat16(precision) -> None:
+    class Filter(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.filter = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+            self.lift = nn.Linear(6, 16, bias=False)
+            self.filter = nn.Parameter(torch.randn(9, dtype=torch.complex64))
 
         def forward(self, x):
-            return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4)
+            x = self.lift(x)
+            x = x.float() if x.dtype == torch.bfloat16 else x  # PyTorch has no transform of bfloat16
+            return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=16)
 
-    with pytest.raises(jt.UserError, match="filter is complex"):
-        check(jt.from_torch(Spectral(), np.ones((2, 4), np.float32)).case())
+    torch.manual_seed(0)
+    case = jt.from_torch(Filter(), np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)).case()
+    verdict = check(case, precision, steps=3)
+    assert verdict.passed, verdict.lines
+
+
+def test_gradients_that_pytorch_conjugates_when_they_are_read_are_compared() -> None:
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+        def forward(self, x):
+            return torch.fft.irfft(torch.fft.rfft(x) + self.w.conj(), n=8)
+
+    # PyTorch's clipping and AdamW refuse such a gradient.
+    case = jt.from_torch(Added(), np.ones((3, 8), np.float32)).case(optimizer=SGD, clip_norm=None)
+    verdict = check(case, steps=2)
+    assert verdict.passed, verdict.lines
+    assert locate(case) is None
