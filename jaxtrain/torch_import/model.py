@@ -24,6 +24,7 @@ from jaxtrain.torch_import.grouped_queries import with_grouped_queries
 from jaxtrain.torch_import.insertion_order import check_leaves, in_order, order_of
 from jaxtrain.torch_import.integers import with_int64
 from jaxtrain.torch_import.interpret import first_draw
+from jaxtrain.torch_import.kept_roundings import with_kept_roundings
 from jaxtrain.torch_import.masks import with_causal_attention
 from jaxtrain.torch_import.ops.int64 import FLOAT64, has_64_bits
 from jaxtrain.torch_import.refusals import refusal
@@ -337,6 +338,7 @@ class ImportedModel(GraphModel):
             graph = with_grouped_queries(with_causal_attention(graph, constants, self._ops), self._ops)
         graph = with_float64(with_int64(graph, constants, self._ops), self._ops)
         refuse_float64(graph)
+        graph = graph if has_gradient_inside(graph) else with_kept_roundings(graph)
         return captured._replace(graph=graph)
 
     def _with_moved_parameters(self, graph: Graph) -> Graph:

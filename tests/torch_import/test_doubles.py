@@ -36,7 +36,8 @@ STEPS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda v: torch.stack([v, v + 1e8]).sum(0) - 1e8,
     lambda v: v.to(torch.float64) * torch.tensor(0.1, dtype=torch.float64),
     lambda v: torch.outer(v[0], torch.arange(6).double()).sum(0).expand(4, 6) % 1,
-    lambda v: v.max(-1, keepdim=True).values - v,
+    # Not 0 at the maximum, from where one rounding may lead to either side of a multiple of 7.
+    lambda v: v.max(-1, keepdim=True).values - v + 0.5,
 )
 READ: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda v: v.float(),

@@ -1,5 +1,7 @@
 """Elementwise formulas of an imported module keep their inputs alone in low precision."""
 
+import random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,3 +61,45 @@ def _kept(fn, *args):
     """Return the shapes and dtypes of what the backward pass keeps."""
     _, pull = jax.vjp(fn, *args)
     return [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(pull)]
+
+
+LARGE = 12582912.0  # 1.5 · 2²³: its sum with a smaller number is an integer
+STEPS = {
+    "add": lambda m, x: x + LARGE,
+    "add to": lambda m, x: LARGE + x,
+    "sub": lambda m, x: x - LARGE,
+    "sub from": lambda m, x: LARGE - x,
+    "add a buffer": lambda m, x: x + m.large,
+    "sub a buffer": lambda m, x: x - m.large,
+    "add twice a half": lambda m, x: torch.add(x, LARGE / 2, alpha=2),
+    "in place": lambda m, x: x.clone().sub_(LARGE),
+    "one more": lambda m, x: x + 1.0,
+    "transposed": lambda m, x: (x + LARGE).t().reshape(4, 3) - LARGE,
+    "mul": lambda m, x: x * 1e30,
+    "mul by its inverse": lambda m, x: 1e-30 * x,
+    "div": lambda m, x: x / 1e30,
+}
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_rounding_between_two_constants_is_kept_in_a_compiled_program(seed):
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+            self.register_buffer("large", torch.tensor([LARGE, LARGE, LARGE - 1]))
+
+        def forward(self, x):
+            x = x * self.weight
+            for step in drawn:
+                x = step(self, x)
+            return x
+
+    draw = random.Random(seed)
+    kinds = [[STEPS[x] for x in STEPS if ("mul" in x or "div" in x) == are_products] for are_products in (False, True)]
+    drawn = [draw.choice(kinds[seed % 4 == 0]) for _ in range(2 + seed % 3)]
+    x = np.random.default_rng(seed).uniform(-4, 4, (4, 3)).astype(np.float32)
+    module = Module()
+    model = jt.from_torch(module, x)
+    found, _ = jax.jit(model)(model.params, x)
+    np.testing.assert_array_equal(found, module(torch.tensor(x)).detach())

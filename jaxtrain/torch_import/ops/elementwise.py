@@ -486,3 +486,9 @@ _of_absolute.defjvps(lambda tangent, _, x: tangent * jnp.sign(x))
 def entr(x: jax.Array) -> jax.Array:
     """-x log(x)."""
     return special.entr(x)
+
+
+@op("kept.default", library="jaxtrain")
+def kept(x: jax.Array) -> jax.Array:
+    """The same numbers, which XLA does not combine with what follows (`jaxtrain.torch_import.kept_roundings`)."""
+    return lax.optimization_barrier(x)
