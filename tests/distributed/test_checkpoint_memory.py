@@ -32,10 +32,12 @@ def measured(what: str, n: int, folder: Path) -> list[dict[str, int]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.nightly
-def test_no_process_needs_more_than_its_part_to_save_and_to_restore(tmp_path: Path) -> None:
-    """Saved by 8 processes and restored by 3: no part of one is a part of the other."""
-    for what, n, phases in (("save", 8, ("create", "save")), ("restore", 3, ("restore",))):
+@pytest.mark.parametrize(("saving", "restoring"), [(3, 2), (8, 3)])
+def test_no_process_needs_more_than_its_part_to_save_and_to_restore(
+    saving: int, restoring: int, tmp_path: Path
+) -> None:
+    """No part of a process that saves is a part of one that restores."""
+    for what, n, phases in (("save", saving, ("create", "save")), ("restore", restoring, ("restore",))):
         processes = measured(what, n, tmp_path)
         assert len(processes) == n
         largest = max(process["part"] for process in processes)

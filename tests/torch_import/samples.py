@@ -18,6 +18,15 @@ SAMPLES = 2
 """Samples of each entry, spread over all that it has."""
 
 
+def op_db() -> list[Any]:
+    """Return PyTorch's table of operations, whose import takes seconds."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    # The import forbids to set flags such as `allow_tf32` for the rest of the process.
+    vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True
+    return list(op_db)
+
+
 class Outcome(NamedTuple):
     """What became of a sample: "passed", "refused" with the reason, "no reference" or "wrong" with the difference."""
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from jaxtrain.torch_import import from_torch
 from tests.torch_import.ends import outcomes
 from tests.torch_import.reference import Function, batch_of, compared, weighted
+from tests.torch_import.samples import op_db
 from tests.torch_import.test_op_db import UNDEFINED
 
 Tensor = torch.Tensor
@@ -254,11 +255,8 @@ ELSEWHERE = {"nn.functional.multi_margin_loss"}
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.filterwarnings("ignore")
 def test_no_operation_differs_at_ends(part: int) -> None:
-    # Imported here: it takes seconds.
-    from torch.testing._internal.common_methods_invocations import op_db
-
     left_out = UNDEFINED | ELSEWHERE
-    defined = [info for info in op_db if torch.float64 in info.supported_dtypes("cpu") and info.name not in left_out]
+    defined = [info for info in op_db() if torch.float64 in info.supported_dtypes("cpu") and info.name not in left_out]
     wrong = [
         f"{info.name}.{info.variant_test_name}: {outcome.detail}"
         for info in defined[part::PARTS]

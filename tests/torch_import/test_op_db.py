@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.torch_import import low_precision_samples
-from tests.torch_import.samples import outcomes
+from tests.torch_import.samples import op_db, outcomes
 
 UNDEFINED = {
     *("empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted"),
@@ -28,13 +28,10 @@ LESS_EXACT = {
 PARTS = 64
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.nightly) for i in range(1, PARTS))])
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.filterwarnings("ignore")
 def test_no_operation_is_silently_wrong(part: int) -> None:
-    # Imported here: it takes seconds.
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    defined = [info for info in op_db if torch.float64 in info.supported_dtypes("cpu") and info.name not in UNDEFINED]
+    defined = [info for info in op_db() if torch.float64 in info.supported_dtypes("cpu") and info.name not in UNDEFINED]
     wrong = [
         f"{info.name}.{info.variant_test_name}: {outcome.detail}"
         for info in defined[part::PARTS]
@@ -44,16 +41,12 @@ def test_no_operation_is_silently_wrong(part: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.nightly) for i in range(1, PARTS))])
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.nightly)], ids=["bf16", "fp32"]
-)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.filterwarnings("ignore")
 def test_low_precision_is_as_accurate_as_pytorchs(dtype: torch.dtype, part: int) -> None:
-    from torch.testing._internal.common_methods_invocations import op_db
-
     left_out = UNDEFINED | LESS_EXACT | TIES
-    defined = [info for info in op_db if dtype in info.supported_dtypes("cpu") and info.name not in left_out]
+    defined = [info for info in op_db() if dtype in info.supported_dtypes("cpu") and info.name not in left_out]
     wrong = [
         f"{info.name}.{info.variant_test_name}: {outcome.detail}"
         for info in defined[part::PARTS]
