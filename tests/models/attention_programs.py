@@ -1,5 +1,6 @@
 """Programs of attention, compiled once for many arrays, on either path: the formula, or block by block."""
 
+import os
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import NamedTuple
@@ -15,10 +16,11 @@ from jaxtrain.models.attention.primitives import fused_attention
 from tests.models.explicit_attention import Given
 
 B, N = 2, 4
+FORMER_EMITTERS = "--xla_cpu_use_fusion_emitters=false"  # conftest.py sets it where jaxlib has them
 USERS = {
     "xla_backend_optimization_level": 3,
     "xla_llvm_disable_expensive_passes": False,
-    "xla_cpu_use_fusion_emitters": True,
+    **({"xla_cpu_use_fusion_emitters": True} if FORMER_EMITTERS in os.environ.get("XLA_FLAGS", "") else {}),
 }
 """What the tests change to compile faster, which rounds float32 otherwise: up to twice as far from the truth."""
 
