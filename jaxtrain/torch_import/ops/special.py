@@ -22,7 +22,6 @@ ops(
         "special_i1.default": special.i1,
         "special_i1e.default": special.i1e,
         "special_log_ndtr.default": special.log_ndtr,
-        "special_erfcx.default": special.erfcx,
         "special_zeta.default special_zeta.other_scalar special_zeta.self_scalar": special.zeta,
         "igamma.default": special.gammainc,
         "igammac.default": special.gammaincc,
@@ -34,6 +33,16 @@ ops(
         ),
     }
 )
+
+
+@op("special_erfcx.default")
+@jax.custom_jvp
+def erfcx(x: jax.Array) -> jax.Array:
+    """exp(x²) erfc(x), with the gradient by PyTorch's formula, which is NaN at infinity (`derivatives.yaml`)."""
+    return special.erfcx(x)
+
+
+erfcx.defjvps(lambda tangent, y, x: tangent * (2 * x * y - 2 / math.sqrt(math.pi)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
