@@ -12,6 +12,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -26,7 +27,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from tests.mutation.mutants import Mutant, mutants
+from tests.mutation.mutants import Mutant, sites
 from tests.mutation.reach import PATH, ROOT
 
 
@@ -55,8 +56,11 @@ def planted(count: int, folders: Sequence[str], seed: str) -> list[Mutant]:
     """
     paths = [x for name in folders for x in ([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py"))]
     files = sorted(x.relative_to(ROOT).as_posix() for x in paths)
-    every = [x for file in files for x in mutants(file, (ROOT / file).read_text())]
-    return random.Random(seed).sample(every, min(count, len(every)))
+    texts = {file: (ROOT / file).read_text() for file in files}
+    every = [site for file, text in texts.items() for site in sites(file, text)]
+    random.Random(seed).shuffle(every)
+    drawn = (site.mutant(texts[site.file]) for site in every)
+    return [*itertools.islice((mutant for mutant in drawn if mutant is not None), count)]
 
 
 class _Changed(importlib.abc.MetaPathFinder):

@@ -53,22 +53,35 @@ class Mutant(NamedTuple):
         return f"{self.file}:{self.line}: {self.before}  ->  {self.after}"
 
 
-def mutants(file: str, source: str) -> Iterator[Mutant]:
-    """Yield the mutants of a file: changed comparisons, arithmetic, conditions, numbers, flags, indices, names, and
-    removed statements. Messages, annotations and docstrings stay."""
-    tree = ast.parse(source)
-    for node in _computing(tree):
-        for changed in _changes(node):
-            before = ast.unparse(node)
-            after = ast.unparse(changed)
-            start, end = _offsets(source, node)
-            text = after if isinstance(node, ast.stmt) else f"({after})"
-            new = source[:start] + text + source[end:]
-            try:
-                ast.parse(new)
-            except SyntaxError:  # inside an f-string
-                continue
-            yield Mutant(file, node.lineno, _short(before), _short(after), new)
+class Site(NamedTuple):
+    """A place of a source file, and what may stand there."""
+
+    file: str
+    node: ast.expr | ast.stmt
+    changed: ast.AST
+
+    def mutant(self, source: str) -> Mutant | None:
+        """Return the file's text with the change; None inside an f-string."""
+        before, after = ast.unparse(self.node), ast.unparse(self.changed)
+        start, end = _offsets(source, self.node)
+        new = source[:start] + (after if isinstance(self.node, ast.stmt) else f"({after})") + source[end:]
+        try:
+            ast.parse(new)
+        except SyntaxError:
+            return None
+        return Mutant(self.file, self.node.lineno, _short(before), _short(after), new)
+
+
+def sites(file: str, source: str) -> Iterator[Site]:
+    """Yield the changes of a file's functions: comparisons, arithmetic, conditions, numbers, flags, names of functions,
+    arguments in another order, and removed statements. Messages, annotations and docstrings stay.
+
+    Args:
+      file: The file, relative to the repository.
+      source: Its text.
+    """
+    for node in _computing(ast.parse(source)):
+        yield from (Site(file, node, changed) for changed in _changes(node))
 
 
 def _computing(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:

@@ -471,16 +471,20 @@ def complex_(real: jax.Array, imag: jax.Array) -> jax.Array:
 @op("polar.default")
 def polar(magnitude: jax.Array, angle: jax.Array) -> jax.Array:
     """Complex numbers by magnitude and angle. The gradient of the magnitude is that of its absolute value."""
-    magnitude = _of_absolute(magnitude)
+    magnitude, angle = _polar_operands(*jnp.broadcast_arrays(magnitude, angle))
     return lax.complex(magnitude * jnp.cos(angle), magnitude * jnp.sin(angle))
 
 
 @jax.custom_jvp
-def _of_absolute(x: jax.Array) -> jax.Array:
-    return x
+def _polar_operands(magnitude: jax.Array, angle: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return magnitude, angle
 
 
-_of_absolute.defjvps(lambda tangent, _, x: tangent * jnp.sign(x))
+@_polar_operands.defjvp
+def _polar_jvp(primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    # PyTorch's are products with x / |x| and with x · i, which are NaN for an infinite x.
+    one = jnp.where(jnp.isinf(primals[0]), jnp.nan, 1)
+    return primals, (tangents[0] * one * jnp.sign(primals[0]), tangents[1] * one)
 
 
 @op("special_entr.default")
