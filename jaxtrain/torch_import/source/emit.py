@@ -185,7 +185,7 @@ class _Writer:
         main = self._body(train, functions, imports)
         parts = []
         if evaluation is not None:
-            lines = self._body(evaluation, functions, imports)
+            lines = self._body(evaluation, functions, imports, rng="None")
             doc = f'    """{self._name} in evaluation mode."""'
             parts.append([*laid_out(_EVALUATE, 0), doc, *lines])
             main = ["    if rng is None:", "        return evaluate(params, batch, state)", *main]
@@ -201,7 +201,7 @@ class _Writer:
             has_state=bool(train.graph.state),
         )
 
-    def _body(self, captured: Pass, functions: Functions, imports: dict[str, str]) -> list[str]:
+    def _body(self, captured: Pass, functions: Functions, imports: dict[str, str], rng: str = "rng") -> list[str]:
         kept = _with_layers(_prepared(captured.graph), self._stacks)
         writing = Writing(self._ops, specs_of(kept))
         writing.keyed = _draws(kept, self._ops, captured.buffers)
@@ -215,7 +215,7 @@ class _Writer:
             lines[-1:] = _with_state(lines[-1])
         added = {x.kind for x in kept.inputs[len(captured.graph.inputs) :]}
         layers = [f"    {name} = unstacked({name})" for kind, name in _DICTS.items() if kind in added]
-        return [*self._start(lines), *layers, *lines]
+        return [*self._start(lines, rng), *layers, *lines]
 
     def _constant(self, captured: Pass) -> Callable[[Input], Expr | None]:
         def expression(given: Input) -> Expr | None:
@@ -234,13 +234,13 @@ class _Writer:
         self._constants[chosen := next(free)] = text
         return chosen
 
-    def _start(self, lines: list[str]) -> list[str]:
+    def _start(self, lines: list[str], rng: str) -> list[str]:
         """Return the statements that define what a body of `model` reads."""
         text, start = "\n".join(lines), []
         if re.search(r"\bkeys\b", text):
-            start.append("    keys = Keys(rng)")
+            start.append(f"    keys = Keys({rng})")
         if re.search(r"\btrain\b", text):
-            start.append("    train = rng is not None")
+            start.append(f"    train = {rng} is not None")
         if re.search(r"\bbuffers\b", text):
             start.append("    buffers = BUFFERS if state is None else {**BUFFERS, **state}")
         return start
