@@ -1,11 +1,13 @@
 """The command: its output, files and exit status."""
 
 import dataclasses
+import io
 import json
 import math
 import re
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -252,19 +254,18 @@ def test_a_check_reports_its_stages_and_stops_after_a_first_step_that_differs(ca
     assert not any("update 2" in line for line in reported)
 
 
-def test_without_a_terminal_a_stage_that_lasts_is_a_line_on_stderr(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_a_stage_that_lasts_is_a_line_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parity.report.live.PATIENCE", 1e-3)
-    err = ""
+    # Not `capsys`, which loses what another thread writes while it reads.
+    monkeypatch.setattr("sys.stderr", err := io.StringIO())
     with waiting(Console(quiet=True), "gpt2"):
         for stage, line in {"fp64: JAX, update 2 of 3": "2 of 3", "fp32: JAX compiles": "compiles"}.items():
             report(stage)
-            while line not in err:
-                err += capsys.readouterr().err
+            while line not in err.getvalue():
+                time.sleep(1e-3)
             if line == "2 of 3":
                 report("fp64: JAX, update 3 of 3")
-    assert err.splitlines()[-2:] == ["gpt2 fp64: JAX, update 2 of 3", "gpt2 fp32: JAX compiles"]
+    assert err.getvalue().splitlines()[-2:] == ["gpt2 fp64: JAX, update 2 of 3", "gpt2 fp32: JAX compiles"]
 
 
 def test_an_error_in_a_loss_fn_is_shown_in_the_users_frames(
