@@ -10,8 +10,9 @@ A law is a test that a promise of docs/guarantees.md names; its cases have the m
 Which cases of a test they are depends on the commit, so that all are seen within days. Paths, `-k` and `-m` select
 tests in the place of a tier: of directories a case of each test, and as many as the time holds; of files, all.
 `durations.json` has the seconds of cases of half a second or more, on one slow core with an empty compilation cache;
-`--record` adds those of a run. Tests marked `nightly` take minutes or a machine to themselves: `--tier all` runs them,
-as do `-m nightly` and their own names.
+`--record` adds those of a run. Those without a number were never measured, and no tier but `all` chooses them. Tests
+marked `nightly` take minutes or a machine to themselves: `--tier all` runs them, as do `-m nightly` and their own
+names.
 """
 
 import hashlib
@@ -105,14 +106,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
     # Long ones first: at the end one worker would wait for the other.
-    items[:] = sorted((x for x in items if x.nodeid in kept), key=lambda x: seconds.get(x.nodeid, 0.0) < LONG)
+    items[:] = sorted((x for x in items if x.nodeid in kept), key=lambda x: (seconds.get(x.nodeid) or 0.0) < LONG)
 
 
 def _chosen(
     config: pytest.Config,
     items: Sequence[pytest.Item],
     of_promises: Mapping[str, Sequence[str]],
-    seconds: Mapping[str, float],
+    seconds: Mapping[str, float | None],
 ) -> Iterable[pytest.Item]:
     tier, named = config.option.tier, config.stash[NAMED]
     if tier == "all" or "nightly" in config.option.markexpr or any("::" in arg for arg in config.args):
@@ -129,12 +130,15 @@ def _chosen(
 class Choice:
     """Cases of tests, chosen by how long they take and by a seed."""
 
-    def __init__(self, items: Sequence[pytest.Item], durations: Mapping[str, float], seed: str) -> None:
+    def __init__(self, items: Sequence[pytest.Item], durations: Mapping[str, float | None], seed: str) -> None:
         self._seed = seed
         self._cases: dict[str, list[pytest.Item]] = defaultdict(list)
+        self._seconds: dict[str, float] = {}
         for item in items:
-            self._cases[function_of(item.nodeid)].append(item)
-        self._seconds = {item.nodeid: durations.get(item.nodeid, SHORT / 2) for item in items}
+            seconds = durations.get(item.nodeid, SHORT / 2)
+            if seconds is not None:
+                self._cases[function_of(item.nodeid)].append(item)
+                self._seconds[item.nodeid] = seconds
 
     def quick(self, of_promises: Mapping[str, Sequence[str]]) -> list[pytest.Item]:
         """Return a case of each promise, and of other laws."""
@@ -202,8 +206,8 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def recorded() -> dict[str, float]:
-    """Return the seconds of cases by their names."""
+def recorded() -> dict[str, float | None]:
+    """Return the seconds of cases by their names; None of cases that are to be measured before a tier chooses them."""
     files = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     return {f"{file}::{case}": seconds for file, cases in files.items() for case, seconds in cases.items()}
 
@@ -223,11 +227,11 @@ class Recorder:
         write(recorded(), self._seconds)
 
 
-def write(before: Mapping[str, float], measured: Mapping[str, float]) -> None:
+def write(before: Mapping[str, float | None], measured: Mapping[str, float]) -> None:
     """Write durations: measured ones, and those before of cases that were not measured."""
     seconds = {case: x for case, x in before.items() if case not in measured}
     seconds |= {case: round(x, 1) for case, x in measured.items() if x >= SHORT}
-    files: dict[str, dict[str, float]] = defaultdict(dict)
+    files: dict[str, dict[str, float | None]] = defaultdict(dict)
     for case in sorted(seconds):
         file, _, name = case.partition("::")
         if (ROOT / file).exists():

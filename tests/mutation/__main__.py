@@ -177,7 +177,8 @@ def main() -> None:
             args.reach.write_text(json.dumps(reach))
     from tests.tiers import recorded
 
-    seconds, counts = recorded(), Counter[str]()
+    seconds = {law: x for law, x in recorded().items() if x is not None}
+    counts = Counter[str]()
     _import_libraries()
     every = planted(args.count, args.sources, args.seed)
     refuse_failing(every, reach, seconds, args.seconds)
