@@ -23,7 +23,7 @@ def op_db() -> list[Any]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     # The import forbids to set flags such as `allow_tf32` for the rest of the process.
-    vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
     return list(op_db)
 
 
