@@ -18,15 +18,15 @@ names.
 import hashlib
 import json
 import re
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.touched import distances, in_last_commits
+from tests.touched import distances, git, in_last_commits
 
 ROOT = Path(__file__).parents[1]
 GUARANTEES, DURATIONS = ROOT / "docs" / "guarantees.md", ROOT / "tests" / "durations.json"
@@ -44,6 +44,7 @@ SEPARATE = ("tests/foreign/", "tests/gpu_programs/", "tests/trl/")
 """Folders of tests that need other packages than the others, and run by themselves."""
 
 
+@cache
 def promises() -> dict[str, list[str]]:
     """Return the tests of each promise of docs/guarantees.md, as "tests/step/test_step.py::test_name"."""
     found: dict[str, list[str]] = defaultdict(list)
@@ -119,7 +120,7 @@ def _chosen(
     if tier == "all" or "nightly" in config.option.markexpr or any("::" in arg for arg in config.args):
         return items
     items = [item for item in items if not item.get_closest_marker("nightly")]
-    choice = Choice(items, seconds, commit())
+    choice = Choice(items, seconds, git("rev-parse", "HEAD"))
     if tier == "quick":
         return choice.quick(of_promises)
     if tier == "change":
@@ -198,12 +199,6 @@ def function_of(nodeid: str) -> str:
 def file_of(nodeid: str) -> str:
     """Return the file of a test, relative to the repository."""
     return nodeid.partition("::")[0]
-
-
-def commit() -> str:
-    """Return the hash of the checkout's commit; "" outside a repository."""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def recorded() -> dict[str, float | None]:

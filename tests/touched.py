@@ -12,12 +12,12 @@ FOLDERS = ("jaxtrain", "parity", "benchmarks", "tests", "docs")
 
 def in_last_commits() -> set[str]:
     """Return the files that the branch changed since it left origin/main; on main, in the day up to its last commit."""
-    base = _git("merge-base", "HEAD", "origin/main")
-    if not base or base == _git("rev-parse", "HEAD"):
-        seconds = int(_git("log", "-1", "--format=%ct") or 0)
-        base = _git("rev-list", "-1", f"--before={seconds - 24 * 3600}", "HEAD")
-    changed = _git("diff", "--name-only", base, "HEAD") if base else ""
-    return {*changed.splitlines(), *_git("diff", "--name-only", "HEAD").splitlines()}
+    base = git("merge-base", "HEAD", "origin/main")
+    if not base or base == git("rev-parse", "HEAD"):
+        seconds = int(git("log", "-1", "--format=%ct") or 0)
+        base = git("rev-list", "-1", f"--before={seconds - 24 * 3600}", "HEAD")
+    changed = git("diff", "--name-only", base, "HEAD") if base else ""
+    return {*changed.splitlines(), *git("diff", "--name-only", "HEAD").splitlines()}
 
 
 def distances(changed: Collection[str]) -> dict[str, int]:
@@ -95,6 +95,7 @@ def _set() -> frozenset[str]:
     return frozenset(files())
 
 
-def _git(*arguments: str) -> str:
+def git(*arguments: str) -> str:
+    """Return what a command of git prints; "" if it fails, as outside a repository."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""

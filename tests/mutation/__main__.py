@@ -29,6 +29,7 @@ from typing import Any
 
 from tests.mutation.mutants import Mutant, sites
 from tests.mutation.reach import PATH, ROOT
+from tests.tiers import SHORT, function_of, recorded
 
 
 def reach_of(tests: Sequence[str]) -> dict[str, dict[str, list[int]]]:
@@ -131,11 +132,11 @@ def laws_of(
 ) -> list[str]:
     """Return the quickest laws that execute the line of a mutant, of each test one before another case of it."""
     found = sorted(
-        (seconds.get(law, 0.25), law) for law, files in reach.items() if mutant.line in files.get(mutant.file, ())
+        (seconds.get(law, SHORT / 2), law) for law, files in reach.items() if mutant.line in files.get(mutant.file, ())
     )
     order = defaultdict(list)
     for x in found:
-        order[x[1].partition("[")[0]].append(x)
+        order[function_of(x[1])].append(x)
     rounds = [x for i in range(8) for cases in order.values() for x in cases[i : i + 1]]
     chosen, total = [], 0.0
     for took, law in rounds:
@@ -175,8 +176,6 @@ def main() -> None:
         reach = reach_of(args.tests)
         if args.reach:
             args.reach.write_text(json.dumps(reach))
-    from tests.tiers import recorded
-
     seconds = {law: x for law, x in recorded().items() if x is not None}
     counts = Counter[str]()
     _import_libraries()
