@@ -7,7 +7,7 @@ import re
 
 from jaxtrain.errors import UserError, format_location
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n\s*(?P<code>.*)')
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)(?:\n {4,}(?P<code>.*))?')
 
 
 def source_line(stack_trace: str | None) -> str:
@@ -24,7 +24,8 @@ def source_line(stack_trace: str | None) -> str:
     own = own or [frame for frame in frames if frame["file"].startswith(os.path.join(_torch(), "nn", ""))]
     if not own:
         return ""
-    return f"{format_location(own[-1]['file'], int(own[-1]['line']))}: {own[-1]['code'].strip()}"
+    location, code = format_location(own[-1]["file"], int(own[-1]["line"])), own[-1]["code"]
+    return f"{location}: {code.strip()}" if code else location
 
 
 def refusal(problem: str, remedy: str, source: str = "") -> UserError:
@@ -40,7 +41,8 @@ def first_line(error: Exception) -> str:
 
 def is_internal(file: str) -> bool:
     """Return whether a file is PyTorch's or one of these, through which `torch.autograd.Function` is called."""
-    return file.startswith((_torch(), "<")) or "/jaxtrain/torch_import/" in file
+    is_interactive = file.startswith(("<stdin>", "<ipython-input"))
+    return (file.startswith((_torch(), "<")) and not is_interactive) or "/jaxtrain/torch_import/" in file
 
 
 @functools.cache

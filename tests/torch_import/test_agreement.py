@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import re
+import sysconfig
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +15,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.utils import is_torchdynamo_compiling
 
 from jaxtrain import UserError
 from jaxtrain.torch_import import from_torch
 
 from random import random as bare_random  # isort: skip
 from torch import manual_seed as bare_seed  # isort: skip
+from torch.compiler import is_compiling as bare_is_compiling  # isort: skip
 
 X = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
 RNG, PYTHON_RNG, SHARED = np.random.default_rng(5), random.Random(5), {"calls": 0}
@@ -96,9 +99,6 @@ READ: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "python_global_object": lambda m, x: PYTHON_RNG.random(),
     "python_own_object": lambda m, x: m.python.choice([2.0, 3.0]),
     "python_closed_over": (lambda own: lambda m, x: own.uniform(1, 2))(random.Random(1)),
-    "compiling": lambda m, x: 2.0 if torch.compiler.is_compiling() else 3.0,
-    "exporting": lambda m, x: 2.0 if torch.compiler.is_exporting() else 3.0,
-    "jit_or_compiling": lambda m, x: 2.0 if torch.jit.is_tracing() or torch.compiler.is_compiling() else 3.0,
     "fake": lambda m, x: 2.0 if type(x) is not torch.Tensor else 3.0,
     "swallowed": lambda m, x: swallowed(x),
     "swallowed_branch": lambda m, x: swallowed_branch(x),
@@ -176,6 +176,45 @@ def test_the_time_is_refused_where_rounding_is_as_large() -> None:
 @pytest.mark.parametrize("read", READ)
 def test_what_is_read_at_the_capture_is_right_or_refused_in_every_place(read: str, place: str) -> None:
     judged(read, place)
+
+
+ASKED: dict[str, Callable[[], Any]] = {
+    "compiling": lambda: torch.compiler.is_compiling(),
+    "bare": lambda: bare_is_compiling(),
+    "as_bool": lambda: bool(torch.compiler.is_compiling()),
+    "exporting": lambda: torch.compiler.is_exporting(),
+    "dynamo": lambda: torch._dynamo.is_compiling(),
+    "jit_or_compiling": lambda: torch.jit.is_tracing() or torch.compiler.is_compiling(),
+    "transformers": lambda: is_torchdynamo_compiling(),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_forward_takes_the_path_that_it_takes_in_pytorch_whether_or_not_it_asks_for_compilation(name: str) -> None:
+    class Shim(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y if ASKED[name]() else y.clamp(-4, 4)
+
+    module = Shim(3, 3)
+    model = from_torch(module, X)
+    params = {name: x.detach().numpy() for name, x in module.named_parameters()}
+    outputs, _ = model(params, 100 * X, jax.random.key(0), model.state)
+    np.testing.assert_allclose(outputs, module(torch.tensor(100 * X)).detach().numpy(), rtol=1e-5)
+    assert torch.compiler.is_compiling() is False
+
+
+def test_a_package_that_computes_something_else_while_it_is_compiled_is_refused() -> None:
+    package: dict[str, Any] = {"torch": torch}
+    code = "def scale():\n    return 2.0 if torch.compiler.is_compiling() else 3.0\n"
+    exec(compile(code, f"{sysconfig.get_path('purelib')}/package.py", "exec"), package)
+
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * package["scale"]()
+
+    with pytest.raises(UserError, match=r"is another one while forward is traced.*test_agreement.py:\d+: return"):
+        from_torch(Scaled(3, 3), X)
 
 
 def judged(read: str, place: str) -> None:
@@ -348,7 +387,7 @@ def test_another_gradient_than_pytorchs_is_refused() -> None:
     class Scaled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = super().forward(x)
-            return y.round() if torch.compiler.is_compiling() else Doubled.apply(y)
+            return Doubled.apply(y) if type(y) is torch.Tensor else y.round()
 
     with pytest.raises(UserError, match=r"the gradient of '(weight|bias)' is another one"):
         from_torch(Scaled(3, 3), X)

@@ -1,9 +1,9 @@
 """A captured program beside the user's own module, both run by PyTorch on values that the capture did not see.
 
 What `forward` reads or decides while it is captured is a constant of the program: random numbers of Python and NumPy,
-the time, whether it is traced, the fallback after an error that only tracing raises, a tensor that the capture did not
-follow. The module itself reads it again, untraced. So the two agree on other parameters, inputs and seeds, or the
-import is refused.
+the time, whether a package's code is compiled, the fallback after an error that only tracing raises, a tensor that the
+capture did not follow. The module itself reads it again, untraced. So the two agree on other parameters, inputs and
+seeds, or the import is refused.
 """
 
 import contextlib
@@ -375,9 +375,8 @@ def _disagreement(sides: Comparison, values: tuple[bool, bool], ours: Results, d
         traced = _result_or_error(lambda: sides.theirs(leaves))
     source = _first_other_line(sides, values)
     if isinstance(traced, Results) and not _different(ours, traced, lambda: ours, lambda: traced):
-        return refusal(
-            f"{different} is another one while forward is traced", "decide without is_compiling and is_tracing", source
-        )
+        remedy = "decide without is_compiling and is_exporting"
+        return refusal(f"{different} is another one while forward is traced", remedy, source)
     if different.startswith("the gradient"):
         return refusal(
             f"{different} is another one than PyTorch's",
@@ -593,11 +592,8 @@ def _stack() -> str:
 
 @contextlib.contextmanager
 def _pretended_tracing() -> Iterator[None]:
-    """Tell a module that it is traced while entered."""
-    with contextlib.ExitStack() as patches:
-        for name in ("_is_compiling_flag", "_is_exporting_flag"):
-            patches.enter_context(replaced(torch.compiler, name, True))
-        patches.enter_context(replaced(torch.jit, "is_tracing", lambda: True))
+    """Tell installed packages that they are traced while entered."""
+    with replaced(torch.compiler, "_is_compiling_flag", True), replaced(torch.compiler, "_is_exporting_flag", True):
         yield
 
 

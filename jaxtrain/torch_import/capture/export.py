@@ -47,7 +47,7 @@ from jaxtrain.torch_import.capture.questions import Example, Questions
 from jaxtrain.torch_import.capture.reached import reached_by
 from jaxtrain.torch_import.capture.selections import RowQuestions, answering, names_rows, with_sizes
 from jaxtrain.torch_import.capture.structure import Structure, captured_dtype, converted_to, in_mode
-from jaxtrain.torch_import.capture.tracing import tracing
+from jaxtrain.torch_import.capture.tracing import hidden, tracing
 from jaxtrain.torch_import.graph import Captured, ModuleCall, Spec, read_state
 from jaxtrain.torch_import.insertion_order import check_keys
 from jaxtrain.torch_import.ops import RANDOM, TABLE
@@ -499,7 +499,7 @@ class _Forward(torch.nn.Module):
         before = [(part, dict(part._buffers)) for part in self.module.modules()]
         carrying = self.carrying.during(self.module) if self.carrying else contextlib.nullcontext()
         questions = self.questions.during(own_tensors(self.module), leaves)
-        with self.placing.during(self.module), questions, carrying:
+        with hidden(), self.placing.during(self.module), questions, carrying:
             result = self.placing.placed(self._call(self.module, leaves))
         for part, buffers in before:
             self._write_assigned(part, buffers)

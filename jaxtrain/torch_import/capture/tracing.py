@@ -21,7 +21,7 @@ from jaxtrain.torch_import.capture.finite import AssumedFinite
 from jaxtrain.torch_import.capture.functions import FUNCTIONS
 from jaxtrain.torch_import.capture.known_values import KNOWN_VALUES
 from jaxtrain.torch_import.capture.questions import QUESTIONS
-from jaxtrain.torch_import.capture.reached import GLOBAL, same_state
+from jaxtrain.torch_import.capture.reached import GLOBAL, is_library, same_state
 from jaxtrain.torch_import.capture.replaced import replaced
 from jaxtrain.torch_import.capture.selections import SELECTIONS
 from jaxtrain.torch_import.capture.unique import UNIQUE
@@ -59,6 +59,24 @@ def tracing() -> Iterator[Traced]:
     if errors:
         raise errors[0]
     traced.draws = not all(same_state(x.state, state) for x, state in zip(GLOBAL, states, strict=True))
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """Answer the user's code that nothing is compiled or exported while entered: it computes what PyTorch computes.
+
+    Installed packages are told what is: theirs are ways around what a graph cannot contain.
+    """
+    flags = torch.compiler
+    with replaced(flags, "_is_compiling_flag", _Hidden()), replaced(flags, "_is_exporting_flag", _Hidden()):
+        yield
+
+
+class _Hidden:
+    """The flag that `is_compiling` and `is_exporting` return, which is read where their caller decides by it."""
+
+    def __bool__(self) -> bool:
+        return is_library(sys._getframe(1).f_code.co_filename)
 
 
 @contextlib.contextmanager
