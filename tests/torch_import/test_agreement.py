@@ -182,6 +182,8 @@ ASKED: dict[str, Callable[[], Any]] = {
     "compiling": lambda: torch.compiler.is_compiling(),
     "bare": lambda: bare_is_compiling(),
     "as_bool": lambda: bool(torch.compiler.is_compiling()),
+    "equal": lambda: torch.compiler.is_compiling() == True,  # noqa: E712
+    "joined": lambda: False | torch.compiler.is_exporting() | bare_is_compiling(),
     "exporting": lambda: torch.compiler.is_exporting(),
     "dynamo": lambda: torch._dynamo.is_compiling(),
     "jit_or_compiling": lambda: torch.jit.is_tracing() or torch.compiler.is_compiling(),

@@ -73,10 +73,18 @@ def hidden() -> Iterator[None]:
 
 
 class _Hidden:
-    """The flag that `is_compiling` and `is_exporting` return, which is read where their caller decides by it."""
+    """The flag that `is_compiling` and `is_exporting` return: it is read where their caller decides by it."""
 
     def __bool__(self) -> bool:
         return is_library(sys._getframe(1).f_code.co_filename)
+
+
+def _read(name: str) -> Callable[[_Hidden, Any], Any]:
+    return lambda _, other: getattr(is_library(sys._getframe(1).f_code.co_filename), name)(other)
+
+
+for _name in ("__and__", "__rand__", "__or__", "__ror__", "__xor__", "__rxor__", "__eq__", "__ne__"):
+    setattr(_Hidden, _name, _read(_name))
 
 
 @contextlib.contextmanager

@@ -25,7 +25,6 @@ ops(
         "reciprocal.default": lambda x: 1 / x,
         "square.default": jnp.square,
         "sqrt.default": jnp.sqrt,
-        "rsqrt.default": lax.rsqrt,
         "exp.default": jnp.exp,
         "exp2.default": jnp.exp2,
         "expm1.default": jnp.expm1,
@@ -107,6 +106,16 @@ ops(
 )
 
 
+@op("rsqrt.default")
+@jax.custom_jvp
+def rsqrt(x: jax.Array) -> jax.Array:
+    """1 / sqrt(x), whose gradient at -0 is +inf, as in PyTorch: its cube is negative (JAX: -inf)."""
+    return lax.rsqrt(x)
+
+
+rsqrt.defjvps(lambda tangent, ans, x: tangent * -0.5 * lax.integer_pow(ans, 3))
+
+
 def _is_real(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
@@ -171,7 +180,7 @@ def pow(x: Any, exponent: Any) -> Any:
         if exponent == 0.5:
             return jnp.sqrt(x)
         if exponent == -0.5:
-            return lax.rsqrt(x)
+            return rsqrt(x)
         return lax.integer_pow(x, int(exponent)) if float(exponent).is_integer() else jnp.power(x, exponent)
     return subgradients.pow(*jnp.broadcast_arrays(x, exponent))
 
