@@ -66,7 +66,7 @@ import jaxtrain.cli  # noqa: E402
 pytest_plugins = ["tests.lowering", "tests.tiers"]
 
 settings.register_profile("dev", deadline=None, database=DirectoryBasedExampleDatabase(CACHE / "hypothesis"))
-settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+settings.register_profile("ci", deadline=None, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 # A worker that has grown by this much drops its compiled programs after the test.

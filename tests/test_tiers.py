@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiers import CHANGE_SECONDS, QUICK_SECONDS, SEPARATE, Choice, function_of, promises
+from tests.tiers import CHANGE_SECONDS, QUICK_SECONDS, SEPARATE, SHORT, Choice, function_of, laws, promises
 from tests.touched import distances
 
 NEVER_MEASURED = "tests/a.py::test_a[never measured]"
@@ -27,7 +27,7 @@ def test_a_quick_run_has_a_quick_case_of_each_promise_within_its_time() -> None:
     found = chosen("quick", of_promises=PROMISES)
     assert "tests/b.py::test_slow" in found
     assert {function_of(name) for name in found} == {test for tests in PROMISES.values() for test in tests}
-    assert sum(SECONDS.get(name, 0.25) for name in found) <= QUICK_SECONDS
+    assert sum(SECONDS.get(name, SHORT / 3) for name in found) <= QUICK_SECONDS
 
 
 def test_a_change_runs_a_case_of_each_law_and_the_nearest_tests() -> None:
@@ -36,13 +36,20 @@ def test_a_change_runs_a_case_of_each_law_and_the_nearest_tests() -> None:
     assert {function_of(name) for name in found} >= {test for tests in PROMISES.values() for test in tests}
     assert any(name.startswith("tests/c.py") for name in found)
     assert not any(name.startswith("tests/c.py") for name in chosen("change", of_promises=PROMISES, nearness={}))
-    assert sum(SECONDS.get(name, 0.25) for name in found) <= CHANGE_SECONDS
+    assert sum(SECONDS.get(name, SHORT / 3) for name in found) <= CHANGE_SECONDS
 
 
 def test_the_cases_move_with_the_commit_until_all_were_seen() -> None:
     seen = [chosen("directory", seed=str(i)) for i in range(40)]
     assert len(set(map(frozenset, seen))) > 30
     assert set().union(*seen) == {*NAMES} - {NEVER_MEASURED}
+
+
+def test_a_promise_names_tests_or_all_of_a_file() -> None:
+    named = {"first": ["tests/a.py"], "second": ["tests/b.py::test_slow", "tests/c.py"]}
+    found = laws(named, map(function_of, NAMES))
+    assert found["first"] == ["tests/a.py::test_a", "tests/a.py::test_b"]
+    assert found["second"] == ["tests/b.py::test_slow", "tests/c.py::test_other"]
 
 
 def test_a_changed_file_is_nearest_to_those_that_import_what_it_defines() -> None:
@@ -59,7 +66,7 @@ def test_every_promise_runs_in_continuous_integration(request: pytest.FixtureReq
     run = {function_of(item.nodeid) for item in request.session.items}
     missing = [
         promise
-        for promise, tests in promises().items()
-        if run.isdisjoint(tests) and not all(test.startswith(SEPARATE) for test in tests)
+        for promise, tests in laws(promises(), run).items()
+        if run.isdisjoint(tests) and not all(test.startswith(SEPARATE) for test in promises()[promise])
     ]
     assert not missing, missing

@@ -1,13 +1,15 @@
 """A pytest plugin that chooses which tests run.
 
-A law is a test that a promise of docs/guarantees.md names; its cases have the mark `law`. There are three tiers:
+A law is a test that a promise of docs/guarantees.md names, by itself or with all tests of its file; its cases have the
+mark `law`. There are three tiers:
 
 - quick, of `pytest` alone: a quick case of each promise, and of as many laws as its time holds;
 - change, of continuous integration: a case of each law, the tests that are nearest to the last commits' changes by the
   graph of imports, and further cases of laws, as its time holds;
 - all: everything, for a nightly run.
 
-Which cases of a test they are depends on the commit, so that all are seen within days. Paths, `-k` and `-m` select
+Which cases of a test they are, and which examples hypothesis draws, depends on the commit, so that all are seen within
+days. Paths, `-k` and `-m` select
 tests in the place of a tier: of directories a case of each test, and as many as the time holds; of files, all.
 `durations.json` has the seconds of cases of half a second or more, on one slow core with an empty compilation cache;
 `--record` adds those of a run. Those without a number were never measured, and no tier but `all` chooses them. Tests
@@ -24,6 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hypothesis.core
 import pytest
 
 from tests.touched import distances, git, in_last_commits
@@ -38,7 +41,7 @@ LONGEST_QUICK = 5.0
 LONG = 10.0
 """Seconds of a case that runs before shorter ones."""
 SHORT = 0.5
-"""Seconds from which durations are recorded. A case without one counts as half of it."""
+"""Seconds from which durations are recorded. A case without one counts as a third of it."""
 TIERS = ("quick", "change", "all")
 SEPARATE = ("tests/foreign/", "tests/gpu_programs/", "tests/trl/")
 """Folders of tests that need other packages than the others, and run by themselves."""
@@ -46,15 +49,31 @@ SEPARATE = ("tests/foreign/", "tests/gpu_programs/", "tests/trl/")
 
 @cache
 def promises() -> dict[str, list[str]]:
-    """Return the tests of each promise of docs/guarantees.md, as "tests/step/test_step.py::test_name"."""
+    """Return what each promise of docs/guarantees.md names: "tests/a.py::test_b", or "tests/a.py" for all its tests."""
     found: dict[str, list[str]] = defaultdict(list)
     promise = ""
     for line in GUARANTEES.read_text().splitlines():
         if line.startswith("**"):
             promise = line
-        elif row := re.match(r"\| `(tests/[\w/]+\.py::\w+)` \|", line):
+        elif row := re.match(r"\| `(tests/[\w/]+\.py(?:::\w+)?)` \|", line):
             found[promise].append(row[1])
     return dict(found)
+
+
+def laws(of_promises: Mapping[str, Sequence[str]], functions: Iterable[str]) -> dict[str, list[str]]:
+    """Return the tests of each promise.
+
+    Args:
+      of_promises: What each promise names.
+      functions: The tests that there are.
+    """
+    of_files = defaultdict(list)
+    for function in dict.fromkeys(functions):
+        of_files[file_of(function)].append(function)
+    return {
+        promise: [test for name in names for test in ([name] if "::" in name else of_files[name])]
+        for promise, names in of_promises.items()
+    }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,13 +86,21 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose the tier: the quick one for a call without paths and expressions."""
     if worker := getattr(config, "workerinput", None):
         config.option.tier, config.stash[NAMED] = worker["tier"]
+        _seed_examples(config)
         return
     of_testpaths = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if config.option.tier is None and of_testpaths and not (config.option.keyword or config.option.markexpr):
         config.option.tier = "quick"
     config.stash[NAMED] = not of_testpaths and all("::" in arg or arg.endswith(".py") for arg in config.args)
+    _seed_examples(config)
     if config.option.record:
         config.pluginmanager.register(Recorder())
+
+
+def _seed_examples(config: pytest.Config) -> None:
+    """Have hypothesis draw the examples of the commit, which a run of the same commit repeats."""
+    if config.option.tier in ("quick", "change") and hypothesis.core.global_force_seed is None:
+        hypothesis.core.global_force_seed = int(git("rev-parse", "HEAD") or "0", 16)
 
 
 NAMED = pytest.StashKey[bool]()
@@ -91,16 +118,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.tier != "quick" or collection_path.suffix != ".py":
         return None
     path = collection_path.relative_to(ROOT).as_posix()
-    return not any(test.startswith(f"{path}::") for tests in promises().values() for test in tests) or None
+    return not any(file_of(name) == path for names in promises().values() for name in names) or None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the laws, and deselect what the tier leaves out."""
-    of_promises, seconds = promises(), recorded()
-    laws = {test for tests in of_promises.values() for test in tests}
+    of_promises, seconds = laws(promises(), (function_of(item.nodeid) for item in items)), recorded()
+    every = {test for tests in of_promises.values() for test in tests}
     for item in items:
-        if function_of(item.nodeid) in laws:
+        if function_of(item.nodeid) in every:
             item.add_marker(pytest.mark.law)
     kept = {item.nodeid for item in _chosen(config, items, of_promises, seconds)}
     deselected = [item for item in items if item.nodeid not in kept]
@@ -136,7 +163,7 @@ class Choice:
         self._cases: dict[str, list[pytest.Item]] = defaultdict(list)
         self._seconds: dict[str, float] = {}
         for item in items:
-            seconds = durations.get(item.nodeid, SHORT / 2)
+            seconds = durations.get(item.nodeid, SHORT / 3)
             if seconds is not None:
                 self._cases[function_of(item.nodeid)].append(item)
                 self._seconds[item.nodeid] = seconds
@@ -153,7 +180,8 @@ class Choice:
         laws = self._laws(of_promises)
         near = [item for cases in self._cases.values() for item in cases if file_of(item.nodeid) in nearness]
         near = sorted(self._in_order(near), key=lambda item: nearness[file_of(item.nodeid)])
-        touched = self._within(TOUCHED_SECONDS, (), near)
+        left = CHANGE_SECONDS - sum(self._seconds[item.nodeid] for item in laws.values())
+        touched = self._within(min(TOUCHED_SECONDS, left), (), near)
         others = self._in_order(item for test in laws for item in self._cases[test])
         return self._within(CHANGE_SECONDS, [*laws.values(), *touched], others)
 

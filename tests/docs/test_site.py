@@ -82,7 +82,7 @@ def test_every_promise_names_tests():
     assert all(of_promises.values())
     assert set(re.findall(r"^\*\*.*", page, re.M)) == of_promises.keys()
     named = [f"{path}::{function}" for name, path, function in named_tests() if name == "guarantees.md" and function]
-    assert sorted(named) == sorted(test for tests in of_promises.values() for test in tests)
+    assert sorted(named) == sorted(test for tests in of_promises.values() for test in tests if "::" in test)
 
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()

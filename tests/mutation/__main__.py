@@ -132,7 +132,7 @@ def laws_of(
 ) -> list[str]:
     """Return the quickest laws that execute the line of a mutant, of each test one before another case of it."""
     found = sorted(
-        (seconds.get(law, SHORT / 2), law) for law, files in reach.items() if mutant.line in files.get(mutant.file, ())
+        (seconds.get(law, SHORT / 3), law) for law, files in reach.items() if mutant.line in files.get(mutant.file, ())
     )
     order = defaultdict(list)
     for x in found:
