@@ -200,11 +200,10 @@ class Choice:
         return {test: item for test in tests if (item := self._quick(self._cases.get(test, ()))) is not None}
 
     def _in_turn(self, of_promises: Mapping[str, Sequence[str]], laws: Mapping[str, pytest.Item]) -> list[pytest.Item]:
-        """Return the cases of laws, of those that are long a part, but for one of each promise."""
+        """Return the cases of laws; of those that are long a part, beside those of promises that have no others."""
         long = {test for test, item in laws.items() if self._seconds[item.nodeid] >= LONG}
-        needed = {
-            test for tests in of_promises.values() if long.issuperset(found := {*tests} & {*laws}) for test in found
-        }
+        of_each = [{*tests} & {*laws} for tests in of_promises.values()]
+        needed = {test for tests in of_each if tests <= long for test in tests}
         order = [function_of(item.nodeid) for item in self._in_order(laws[test] for test in sorted(long - needed))]
         left_out = {*order[: len(order) - len(order) // LONG_TURNS]}
         return [item for test, item in laws.items() if test not in left_out]
