@@ -49,7 +49,7 @@ def test_long_laws_take_turns_but_for_the_only_ones_of_a_promise() -> None:
 
 
 def test_the_cases_move_with_the_commit_until_all_were_seen() -> None:
-    seen = [chosen("directory", seed=str(i)) for i in range(40)]
+    seen = [chosen("directory", seed=str(i), seconds=600.0) for i in range(40)]
     assert len(set(map(frozenset, seen))) > 30
     assert set().union(*seen) == {*NAMES} - {NEVER_MEASURED}
 

@@ -11,6 +11,7 @@ mark `law`. There are three tiers:
 Which cases of a test they are, and which examples hypothesis draws, depends on the commit, so that all are seen within
 days. Paths, `-k` and `-m` select
 tests in the place of a tier: of directories a case of each test, and as many as the time holds; of files, all.
+`pytest -m law tests/step` is a minute of an area's laws.
 `durations.json` has the seconds of cases of half a second or more, on one slow core with an empty compilation cache;
 `--record` adds those of a run. Those without a number were never measured, and no tier but `all` chooses them. Tests
 marked `nightly` take minutes or a machine to themselves: `--tier all` runs them, as do `-m nightly` and their own
@@ -35,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 GUARANTEES, DURATIONS = ROOT / "docs" / "guarantees.md", ROOT / "tests" / "durations.json"
 QUICK_SECONDS, CHANGE_SECONDS, DIRECTORY_SECONDS = 150.0, 820.0, 600.0
 """Of all workers together, as durations.json counts them."""
-TOUCHED_SECONDS = 200.0
+TOUCHED_SECONDS, LAW_SECONDS = 200.0, 100.0
 LONGEST_QUICK = 5.0
 """Seconds of the longest case that the quick tier runs, unless it is the only one of a promise."""
 LONG = 10.0
@@ -154,7 +155,10 @@ def _chosen(
         return choice.quick(of_promises)
     if tier == "change":
         return choice.change(of_promises, distances(in_last_commits()))
-    return items if named or config.option.keyword or config.option.markexpr else choice.directory()
+    if config.option.markexpr == "law" and not named:
+        laws = [item for item in items if item.get_closest_marker("law")]
+        return Choice(laws, seconds, git("rev-parse", "HEAD")).directory(LAW_SECONDS)
+    return items if named or config.option.keyword or config.option.markexpr else choice.directory(DIRECTORY_SECONDS)
 
 
 class Choice:
@@ -188,11 +192,11 @@ class Choice:
         others = self._in_order(item for test in laws for item in self._cases[test])
         return self._within(CHANGE_SECONDS, [*needed, *touched], others)
 
-    def directory(self) -> list[pytest.Item]:
-        """Return a case of each test, and further ones."""
+    def directory(self, seconds: float) -> list[pytest.Item]:
+        """Return a case of each test, and further ones while the seconds hold them."""
         needed = [self._quick(cases) for cases in self._cases.values()]
         others = self._in_order(item for cases in self._cases.values() for item in cases)
-        return self._within(DIRECTORY_SECONDS, [x for x in needed if x is not None], others)
+        return self._within(seconds, [x for x in needed if x is not None], others)
 
     def _laws(self, of_promises: Mapping[str, Sequence[str]]) -> dict[str, pytest.Item]:
         """Return a quick case of each law, by the test's name."""
