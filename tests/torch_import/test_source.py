@@ -90,6 +90,25 @@ def test_the_source_of_layers_that_are_not_a_loop_has_pytorchs_parameters() -> N
     assert "stacked" not in text
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+def test_a_module_whose_outputs_are_no_floating_point_numbers_has_a_source(dtype: torch.dtype, tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.arange(3).to(dtype), requires_grad=dtype.is_complex)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale * x + 1
+
+    batch = np.arange(6).reshape(2, 3)
+    model = jt.from_torch(Scaled(), batch)
+    path = tmp_path / "scaled.py"
+    path.write_text(model.source())
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        found, _ = import_file(path).model(model.params, batch)
+    np.testing.assert_array_equal(found, model(model.params, batch)[0])
+
+
 def test_an_expression_that_computes_something_else_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = templates.TEMPLATES["aten.sinh.default"]
     monkeypatch.setitem(templates.TEMPLATES, "aten.tanh.default", wrong)

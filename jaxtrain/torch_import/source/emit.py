@@ -342,9 +342,11 @@ def _program(model: Model, params: Any, state: Any, batch: Any, *, train: bool) 
     def gradients(params: Any, batch: Any, rng: Any, state: Any) -> Any:
         def total(params: Any) -> Any:
             leaves = jax.tree.leaves(model(params, batch, rng, state)[0])
-            return sum(jnp.sum(x) for x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.floating))
+            sums = [jnp.sum(x).real for x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+            return sum(sums[1:], sums[0]) if sums else jnp.zeros(())
 
-        return jax.grad(total)(params)
+        found = jax.tree.leaves(jax.grad(total, allow_int=True)(params))
+        return [x for x in found if x.dtype != jax.dtypes.float0]
 
     trace = lambda fn: jax.make_jaxpr(fn, return_shape=True)(params, batch, key, state)  # noqa: E731
     program, shape = trace(outputs)
