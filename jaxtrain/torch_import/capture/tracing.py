@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import os
 import random
 import sys
 import traceback
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
 from torch.export import _trace
 
 from jaxtrain.errors import UserError
@@ -140,17 +142,24 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole_stack_traces() -> Iterator[None]:
-    """Record the lines of functions that `forward` calls as well; newer versions record those of `forward` only."""
+    """Record the lines of functions that `forward` calls as well; newer versions record those of `forward` only.
+
+    Of PyTorch's own, calls of layers and checkpoints are recorded: to write out the others takes longer than they help.
+    """
     if not hasattr(torch.fx.proxy.TracerBase, "_filter_traceback_frames"):
         yield
         return
 
     def from_forward(self: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
         first = next((i for i, frame in enumerate(frames) if frame.name == "forward"), len(frames))
-        return traceback.StackSummary.from_list(frames[first:])
+        read = (x for x in frames[first:] if not is_internal(x.filename) or x.filename.startswith(_LAYERS))
+        return traceback.StackSummary.from_list([*read])
 
     with replaced(torch.fx.proxy.TracerBase, "_filter_traceback_frames", from_forward):
         yield
+
+
+_LAYERS = (os.path.dirname(torch.nn.__file__), torch.utils.checkpoint.__file__)
 
 
 @contextlib.contextmanager
