@@ -21,6 +21,24 @@ def _codes(x: jax.Array) -> jax.Array:
     return jnp.zeros(x.shape[:-2], jnp.int32)
 
 
+def singular(x: jax.Array, *, full_matrices: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the singular value decomposition; of a matrix that is not finite NaN, as are its gradients."""
+    finite, lost = _finite(x)
+    u, s, vh = jnp.linalg.svd(finite, full_matrices=full_matrices)
+    return u + lost, s + lost[..., 0].real, vh + lost
+
+
+def _finite(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return matrices with zeros for those that are not finite, and [..., 1, 1] to add to results: 0, or NaN for these.
+
+    LAPACK decomposes a matrix with an infinity endlessly. PyTorch raises an error.
+    """
+    if not x.size:
+        return x, jnp.zeros((1, 1), x.dtype)
+    finite = jnp.isfinite(x).all((-2, -1), keepdims=True)
+    return jnp.where(finite, x, 0), jnp.where(finite, 0, jnp.nan).astype(x.dtype) * x[..., :1, :1]
+
+
 @op("_linalg_svd.default")
 def svd(
     x: jax.Array, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None
@@ -28,10 +46,11 @@ def svd(
     """Singular value decomposition. The vectors that `full_matrices` adds have no gradient, as in PyTorch."""
     del driver
     if not compute_uv:
-        return None, jnp.linalg.svd(x, compute_uv=False), None
-    u, s, vh = jnp.linalg.svd(x, full_matrices=False)
+        finite, lost = _finite(x)
+        return None, jnp.linalg.svd(finite, compute_uv=False) + lost[..., 0].real, None
+    u, s, vh = singular(x)
     if full_matrices and x.shape[-1] != x.shape[-2]:
-        all_u, _, all_vh = jnp.linalg.svd(lax.stop_gradient(x), full_matrices=True)
+        all_u, _, all_vh = singular(lax.stop_gradient(x), full_matrices=True)
         count = s.shape[-1]
         u = jnp.concatenate([u, all_u[..., count:]], -1)
         vh = jnp.concatenate([vh, all_vh[..., count:, :]], -2)

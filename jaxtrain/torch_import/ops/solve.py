@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy import linalg
 
+from jaxtrain.torch_import.ops.decomposition import singular
 from jaxtrain.torch_import.ops.registry import op, ops, with_gradient
 
 
@@ -145,7 +146,7 @@ def pinv_by_rcond(x: jax.Array, rcond: float, hermitian: bool = False) -> jax.Ar
 
 @jax.custom_jvp
 def _pinv(x: jax.Array, atol: jax.Array, rtol: jax.Array) -> jax.Array:
-    u, s, vh = jnp.linalg.svd(x, full_matrices=False)
+    u, s, vh = singular(x)
     kept = s > jnp.maximum(atol[..., None], rtol[..., None] * s[..., :1])
     inverse = jnp.where(kept, 1 / jnp.where(kept, s, 1), 0)
     return (_adjoint(vh) * inverse[..., None, :]) @ _adjoint(u)
