@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.distributed import make_mesh, memory_per_device, ring, ring_steps
+from jaxtrain.distributed.attention import find_attention
 from jaxtrain.distributed.program import constrain_shardings
 from jaxtrain.models.attention import FORWARD, attention, blockwise, primitives
 from jaxtrain.models.attention.blocks import Sizes, visible_pairs
@@ -71,6 +72,16 @@ def test_outputs_and_gradients_equal_those_of_the_formula(options, names, spec, 
     expected = jax.jit(lambda: gradients(formula))()
     for one, other in zip(expected, jax.jit(lambda: gradients(on_ring))(), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_only_attention_is_divided_into_a_ring():
+    @jax.custom_vjp
+    def double(x):
+        return 2 * x
+
+    double.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+    (eqn,) = jax.make_jaxpr(jax.jit(double))(1.0).eqns
+    assert find_attention(eqn) is None
 
 
 def test_devices_compute_equally_many_pairs_of_blocks(monkeypatch):
