@@ -52,13 +52,15 @@ DROPPED = Options(0.3, causal=True, dropout=0.2)
         (DROPPED._replace(window=12, softcap=5.0), ("rng", "bias"), "sequence=4"),
         (Options(0.3), ("mask", "row_bias"), "data=2,sequence=2"),
         (DROPPED, ("mask", "rng", "bias", "sinks"), "sequence=2,tensor=2"),
-        (Options(0.3, causal=True, window=7), ("bias", "sinks", "mask"), "data=2,sequence=2"),
+        (Options(0.3, causal=True, window=7), ("bias", "sinks", "mask"), "sequence=2,tensor=2"),
+        (Options(0.3, causal=True), (), "sequence=2,tensor=2"),
     ],
-    ids=["packed", "long window", "bidirectional", "heads", "window"],
+    ids=["packed", "long window", "bidirectional", "heads", "window", "one head of keys"],
 )
 def test_outputs_and_gradients_equal_those_of_the_formula(options, names, spec, double):
     given, mesh = operands(*names), make_mesh(spec)
-    shapes = [(B, T, n, width) for n, width in ((HEADS, WIDTH), (SHARED, WIDTH), (SHARED, 6), (HEADS, 6))]
+    shared = SHARED if names else 1  # which tensor=2 does not divide
+    shapes = [(B, T, n, width) for n, width in ((HEADS, WIDTH), (shared, WIDTH), (shared, 6), (HEADS, 6))]
     q, k, v, cotangent = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
 
     def gradients(attend):
