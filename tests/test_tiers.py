@@ -12,10 +12,13 @@ from tests.tiers import CHANGE_SECONDS, QUICK_SECONDS, SEPARATE, SHORT, Choice, 
 from tests.touched import distances
 
 NEVER_MEASURED = "tests/a.py::test_a[never measured]"
-PROMISES = {"first": ["tests/a.py::test_a", "tests/a.py::test_b"], "second": ["tests/b.py::test_slow"]}
+LONG_LAWS = [f"tests/d.py::test_long_{i}" for i in range(6)]
+OTHERS = {"first": ["tests/a.py::test_a", "tests/a.py::test_b"], "second": ["tests/b.py::test_slow"]}
+PROMISES = {**OTHERS, "third": ["tests/a.py::test_a", *LONG_LAWS]}
 SECONDS = {
     **{f"tests/a.py::test_a[{i}]": 1.0 + i for i in range(8)},
     "tests/b.py::test_slow": 99.0,
+    **dict.fromkeys(LONG_LAWS, 11.0),
     **{f"tests/c.py::test_other[{i}]": 7.0 for i in range(200)},
 }
 NAMES = [NEVER_MEASURED, *SECONDS, *(f"tests/a.py::test_b[{i}]" for i in range(4))]
@@ -29,21 +32,27 @@ def chosen(tier: str, seed: str = "0", **arguments: Any) -> set[str]:
 def test_a_quick_run_has_a_quick_case_of_each_promise_within_its_time() -> None:
     found = chosen("quick", of_promises=PROMISES)
     assert "tests/b.py::test_slow" in found
-    assert {function_of(name) for name in found} == {test for tests in PROMISES.values() for test in tests}
+    assert {function_of(name) for name in found} == {test for tests in OTHERS.values() for test in tests}
     assert sum(SECONDS.get(name, SHORT / 3) for name in found) <= QUICK_SECONDS
 
 
 def test_a_change_runs_a_case_of_each_law_and_the_nearest_tests() -> None:
     near = {"tests/c.py": 1, "jaxtrain/c.py": 0}
     found = chosen("change", of_promises=PROMISES, nearness=near)
-    assert {function_of(name) for name in found} >= {test for tests in PROMISES.values() for test in tests}
+    assert {function_of(name) for name in found} >= {test for tests in OTHERS.values() for test in tests}
     assert any(name.startswith("tests/c.py") for name in found)
     assert not any(name.startswith("tests/c.py") for name in chosen("change", of_promises=PROMISES, nearness={}))
     assert sum(SECONDS.get(name, SHORT / 3) for name in found) <= CHANGE_SECONDS
 
 
+def test_long_laws_take_turns_but_for_the_only_ones_of_a_promise() -> None:
+    turns = [{*LONG_LAWS} & chosen("change", seed=str(i), of_promises=PROMISES, nearness={}) for i in range(20)]
+    assert all(len(turn) >= 2 for turn in turns)
+    assert set().union(*turns) == {*LONG_LAWS}
+
+
 def test_the_cases_move_with_the_commit_until_all_were_seen() -> None:
-    seen = [chosen("directory", seed=str(i)) for i in range(40)]
+    seen = [chosen("directory", seed=str(i), seconds=600.0) for i in range(40)]
     assert len(set(map(frozenset, seen))) > 30
     assert set().union(*seen) == {*NAMES} - {NEVER_MEASURED}
 

@@ -5,12 +5,13 @@ mark `law`. There are three tiers:
 
 - quick, of `pytest` alone: a quick case of each promise, and of as many laws as its time holds;
 - change, of continuous integration: a case of each law, the tests that are nearest to the last commits' changes by the
-  graph of imports, and further cases of laws, as its time holds;
+  graph of imports, and further cases of laws, as its time holds; laws of ten seconds or more take turns;
 - all: everything, for a nightly run.
 
 Which cases of a test they are, and which examples hypothesis draws, depends on the commit, so that all are seen within
 days. Paths, `-k` and `-m` select
 tests in the place of a tier: of directories a case of each test, and as many as the time holds; of files, all.
+`pytest -m law tests/step` is a minute of an area's laws.
 `durations.json` has the seconds of cases of half a second or more, on one slow core with an empty compilation cache;
 `--record` adds those of a run. Those without a number were never measured, and no tier but `all` chooses them. Tests
 marked `nightly` take minutes or a machine to themselves: `--tier all` runs them, as do `-m nightly` and their own
@@ -33,13 +34,15 @@ from tests.touched import distances, git, in_last_commits
 
 ROOT = Path(__file__).parents[1]
 GUARANTEES, DURATIONS = ROOT / "docs" / "guarantees.md", ROOT / "tests" / "durations.json"
-QUICK_SECONDS, CHANGE_SECONDS, DIRECTORY_SECONDS = 180.0, 700.0, 600.0
+QUICK_SECONDS, CHANGE_SECONDS, DIRECTORY_SECONDS = 150.0, 820.0, 600.0
 """Of all workers together, as durations.json counts them."""
-TOUCHED_SECONDS = 200.0
+TOUCHED_SECONDS, LAW_SECONDS = 200.0, 100.0
 LONGEST_QUICK = 5.0
 """Seconds of the longest case that the quick tier runs, unless it is the only one of a promise."""
 LONG = 10.0
 """Seconds of a case that runs before shorter ones."""
+LONG_TURNS = 3
+"""One of so many laws that are long runs with a commit, beside those that are the only ones of a promise."""
 SHORT = 0.5
 """Seconds from which durations are recorded. A case without one counts as a third of it."""
 TIERS = ("quick", "change", "all")
@@ -152,7 +155,10 @@ def _chosen(
         return choice.quick(of_promises)
     if tier == "change":
         return choice.change(of_promises, distances(in_last_commits()))
-    return items if named or config.option.keyword or config.option.markexpr else choice.directory()
+    if config.option.markexpr == "law" and not named:
+        laws = [item for item in items if item.get_closest_marker("law")]
+        return Choice(laws, seconds, git("rev-parse", "HEAD")).directory(LAW_SECONDS)
+    return items if named or config.option.keyword or config.option.markexpr else choice.directory(DIRECTORY_SECONDS)
 
 
 class Choice:
@@ -178,23 +184,33 @@ class Choice:
     def change(self, of_promises: Mapping[str, Sequence[str]], nearness: Mapping[str, int]) -> list[pytest.Item]:
         """Return a case of each law, the tests whose files are nearest to a change, and further cases of laws."""
         laws = self._laws(of_promises)
+        needed = self._in_turn(of_promises, laws)
         near = [item for cases in self._cases.values() for item in cases if file_of(item.nodeid) in nearness]
         near = sorted(self._in_order(near), key=lambda item: nearness[file_of(item.nodeid)])
-        left = CHANGE_SECONDS - sum(self._seconds[item.nodeid] for item in laws.values())
+        left = CHANGE_SECONDS - sum(self._seconds[item.nodeid] for item in needed)
         touched = self._within(min(TOUCHED_SECONDS, left), (), near)
         others = self._in_order(item for test in laws for item in self._cases[test])
-        return self._within(CHANGE_SECONDS, [*laws.values(), *touched], others)
+        return self._within(CHANGE_SECONDS, [*needed, *touched], others)
 
-    def directory(self) -> list[pytest.Item]:
-        """Return a case of each test, and further ones."""
+    def directory(self, seconds: float) -> list[pytest.Item]:
+        """Return a case of each test, and further ones while the seconds hold them."""
         needed = [self._quick(cases) for cases in self._cases.values()]
         others = self._in_order(item for cases in self._cases.values() for item in cases)
-        return self._within(DIRECTORY_SECONDS, [x for x in needed if x is not None], others)
+        return self._within(seconds, [x for x in needed if x is not None], others)
 
     def _laws(self, of_promises: Mapping[str, Sequence[str]]) -> dict[str, pytest.Item]:
         """Return a quick case of each law, by the test's name."""
         tests = dict.fromkeys(test for tests in of_promises.values() for test in tests)
         return {test: item for test in tests if (item := self._quick(self._cases.get(test, ()))) is not None}
+
+    def _in_turn(self, of_promises: Mapping[str, Sequence[str]], laws: Mapping[str, pytest.Item]) -> list[pytest.Item]:
+        """Return the cases of laws; of those that are long a part, beside those of promises that have no others."""
+        long = {test for test, item in laws.items() if self._seconds[item.nodeid] >= LONG}
+        of_each = [{*tests} & {*laws} for tests in of_promises.values()]
+        needed = {test for tests in of_each if tests <= long for test in tests}
+        order = [function_of(item.nodeid) for item in self._in_order(laws[test] for test in sorted(long - needed))]
+        left_out = {*order[: len(order) - len(order) // LONG_TURNS]}
+        return [item for test, item in laws.items() if test not in left_out]
 
     def _quick(self, cases: Sequence[pytest.Item]) -> pytest.Item | None:
         """Return one of the cases that take little longer than the quickest."""

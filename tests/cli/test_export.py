@@ -40,7 +40,7 @@ RUNS = {
     "t5-dates": "--num-layers 2 --d-model 8 --num-heads 2 --eval-pairs 20",
 }
 QUICK = ("digits-cnn", "gpt-stdlib")
-REST = [pytest.param(name) for name in RUNS if name not in QUICK]
+REST = [name for name in RUNS if name not in QUICK]
 NEEDED = {"onnx": ("onnx", "onnxruntime"), "stablehlo": ("flatbuffers",)}
 IN_TRANSFORMERS = {
     "gpt-stdlib": "AutoModelForCausalLM",

@@ -95,7 +95,7 @@ OF_TWO_LAYERS = ["pipeline=2,data=2,fsdp=2 accumulate=2", "pipeline=2,tensor=4"]
 @pytest.mark.parametrize(
     ("name", "specs"),
     [
-        pytest.param("gpt2", ["pipeline=4,data=2 accumulate=2"]),
+        ("gpt2", ["pipeline=4,data=2 accumulate=2"]),
         pytest.param("mixtral", ["pipeline=2,data=2,expert=2 accumulate=2"], marks=pytest.mark.nightly),
         *(pytest.param(name, MESHES, marks=pytest.mark.nightly) for name in ("gpt2", "llama")),
         *(

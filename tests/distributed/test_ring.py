@@ -137,7 +137,7 @@ def test_autocast_and_remat_keep_the_ring_and_its_output(monkeypatch):
 @pytest.mark.parametrize(
     ("family", "specs"),
     [
-        pytest.param("packed", ["sequence=8"]),
+        ("packed", ["sequence=8"]),
         *(pytest.param(name, ["sequence=8", "data=2,sequence=4"], marks=pytest.mark.nightly) for name in RINGS),
     ],
 )

@@ -108,11 +108,11 @@ CONVOLUTIONS = ["dcn=2,data=2,fsdp=2", "fsdp=4,tensor=2 reshard_after=window"]
 @pytest.mark.parametrize(
     ("name", "specs"),
     [
-        pytest.param("small", MESHES),
+        ("small", MESHES),
         pytest.param("small", PAIRS, marks=pytest.mark.nightly),
-        pytest.param("cnn", CONVOLUTIONS),
+        ("cnn", CONVOLUTIONS),
         pytest.param("gpt2", THREE_AXES, marks=pytest.mark.nightly),
-        pytest.param("mixtral", EXPERT_MESHES[-1:]),
+        ("mixtral", EXPERT_MESHES[-1:]),
         pytest.param("mixtral", WITH_FEW_THREADS + EXPERT_MESHES[:-1], marks=pytest.mark.nightly),
         *(
             pytest.param(

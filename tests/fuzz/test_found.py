@@ -2,7 +2,6 @@
 
 import json
 import struct
-import time
 import tracemalloc
 import warnings
 import zipfile
@@ -19,14 +18,12 @@ from jaxtrain.interop.metadata import read_metadata
 from jaxtrain.interop.torch_file import read_torch
 from jaxtrain.interop.torch_run import torch_run
 from jaxtrain.models.folder import read_json, read_tensors
-from tests.fuzz.importers import LIKE, TABLE, checkpoint
+from tests.fuzz.importers import LIKE, TABLE, bounded, checkpoint
 
 
 def assert_refused(message, read, *args):
-    start = time.process_time()
-    with pytest.raises(UserError, match=message) as error:
+    with bounded(), pytest.raises(UserError, match=message) as error:
         read(*args)
-    assert time.process_time() - start < 5
     assert "\n" not in str(error.value)
 
 

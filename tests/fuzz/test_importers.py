@@ -19,7 +19,7 @@ QUICK = [name for name in KINDS if name not in MODELS - {"gpt2 config", "index"}
     ("count", "names"),
     [
         (COUNT // 2, QUICK),
-        pytest.param(COUNT, list(KINDS)),
+        (COUNT, list(KINDS)),
         pytest.param(8 * COUNT, list(KINDS), marks=pytest.mark.nightly),
     ],
     ids=["some", "all", "many"],

@@ -108,7 +108,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("nothing_compiled", "empty")
 @pytest.mark.parametrize(
     "count",
-    [COUNT // 4, pytest.param(COUNT // 2), pytest.param(3 * COUNT, marks=pytest.mark.nightly)],
+    [COUNT // 4, COUNT // 2, pytest.param(3 * COUNT, marks=pytest.mark.nightly)],
 )
 def test_an_invalid_flag_is_refused_by_name(count, capsys):
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))

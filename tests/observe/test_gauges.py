@@ -51,7 +51,7 @@ def nvml(monkeypatch):
 
 
 def first_mean(gpu: GpuUtilization) -> float | None:
-    for _ in range(200):
+    for _ in range(12_000):
         if (share := gpu.mean()) is not None:
             break
         time.sleep(0.005)
@@ -138,7 +138,7 @@ def test_only_gpus_of_the_run_are_sampled(nvml, monkeypatch):
 
 def test_gauges_sample_the_gpus_of_this_process(nvml):
     gauges_of_gpu = Gauges(lambda: 1.0, [device(A100, 1), device(A100, 0, process=1)], "bf16")
-    for _ in range(200):
+    for _ in range(12_000):
         if (share := gauges_of_gpu.measure(LogLine(step=1)).gpu_utilization) is not None:
             break
         time.sleep(0.005)

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.observe import read_record, render_report, write_report
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.step import Magnitudes
+from tests.fuzz.importers import bounded
 from tests.fuzz.mutations import NASTY, mutated_tree
 from tests.observe.runs import CONFIG, line
 
@@ -133,10 +133,9 @@ def test_no_file_outside_is_shown_and_none_is_waited_for(name, kind, tmp_path):
         case "sparse":
             with (run / name).open("wb") as file:
                 file.truncate(3 * 2**30)
-    begin = time.process_time()
-    page = check(run)
+    with bounded():
+        page = check(run)
     assert page is None or "PRIVATE" not in page
-    assert time.process_time() - begin < 5
 
 
 @pytest.mark.parametrize(("folder", "content"), [("media", "2 + 2"), ("eval", "3 as 5")])

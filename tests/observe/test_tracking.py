@@ -53,7 +53,7 @@ def append(run, *lines: dict) -> None:
 
 
 def until(true) -> None:
-    for _ in range(500):
+    for _ in range(6_000):
         if true():
             return
         time.sleep(0.01)

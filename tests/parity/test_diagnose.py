@@ -108,22 +108,22 @@ def test_a_convention_of_running_statistics_is_diagnosed(bug: str) -> None:
 @pytest.mark.parametrize(
     ("model", "bug", "has"),
     [
-        pytest.param(transformer, "biased variance", "layer_norm: JAX's variance is unbiased"),
+        (transformer, "biased variance", "layer_norm: JAX's variance is unbiased"),
         (transformer, "epsilon", "layer_norm: JAX's eps is 1e-6: epsilon=1e-5"),
-        pytest.param(transformer, "scale", "scaled_dot_product_attention: JAX's scores are not scaled"),
+        (transformer, "scale", "scaled_dot_product_attention: JAX's scores are not scaled"),
         (transformer, "mask", "scaled_dot_product_attention: JAX's mask shows the next position too"),
-        pytest.param(transformer, "softmax axis", None),  # positions masked in every head are NaN
-        pytest.param(transformer, "gelu", "gelu: JAX's is exact: approximate=True"),
-        pytest.param(transformer, "loss axis", None),
-        pytest.param(transformer, "residual", None),
-        pytest.param(transformer, "wrong backward", None),
-        pytest.param(transformer, "stopped gradient", None),
-        pytest.param(convolved, "unbiased", "batch_norm: JAX's variance is unbiased"),
+        (transformer, "softmax axis", None),  # positions masked in every head are NaN
+        (transformer, "gelu", "gelu: JAX's is exact: approximate=True"),
+        (transformer, "loss axis", None),
+        (transformer, "residual", None),
+        (transformer, "wrong backward", None),
+        (transformer, "stopped gradient", None),
+        (convolved, "unbiased", "batch_norm: JAX's variance is unbiased"),
         (convolved, "running variance", "batch_norm: JAX's running variance is biased"),
         (convolved, "padding", None),
         (convolved, "leaky", None),
         (convolved, "flatten order", None),
-        pytest.param(convolved, "", None),
+        (convolved, "", None),
     ],
 )
 def test_one_layer_of_a_model_is_diagnosed_where_it_is_located(model: Any, bug: str, has: str | None) -> None:

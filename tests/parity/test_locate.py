@@ -198,8 +198,8 @@ def test_a_wrong_value_is_located_in_its_layer_and_on_its_line(bug: str, where: 
     [
         ("padding", "0: aten.convolution", "forward"),
         # By default, one wrong value of the forward pass in another layout is enough.
-        pytest.param("unbiased", "1: aten.native_batch_norm (aten.add)", "forward"),
-        pytest.param("leaky", "2.0: aten.relu", "forward"),
+        ("unbiased", "1: aten.native_batch_norm (aten.add)", "forward"),
+        ("leaky", "2.0: aten.relu", "forward"),
         ("flatten order", "4: aten.addmm", "forward"),
         ("running variance", "1: aten.native_batch_norm (aten.mul)", "buffers"),
     ],
@@ -352,7 +352,7 @@ def test_a_difference_that_also_exists_in_float64_is_located_in_float64() -> Non
         ("fp32", {"remat": "full"}, "agrees with remat none: the difference arises only with remat full"),
         ("fp64", {"remat": "full"}, "agrees with remat none: the difference arises only with remat full"),
         # In fp32, accumulation takes the same path as remat.
-        pytest.param(*("fp32", {"accumulate": 4}, "agrees with accumulate 1: the difference arises only with")),
+        ("fp32", {"accumulate": 4}, "agrees with accumulate 1: the difference arises only with"),
     ],
 )
 def test_a_difference_that_only_accumulation_or_remat_causes_is_reported(

@@ -47,12 +47,12 @@ def shifted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(randomness, "dropout_masks", rotated)
 
 
-@pytest.mark.parametrize("make", [mlp.case, cnn_bn.case, pytest.param(gpt2.case)])
+@pytest.mark.parametrize("make", [mlp.case, cnn_bn.case, gpt2.case])
 def test_dropout_with_the_key_of_another_micro_batch_is_detected(make: Callable[..., Case], shifted: None) -> None:
     assert "first loss" in faults(make(dropout=0.1), accumulate=2, steps=2)
 
 
-@pytest.mark.parametrize(("perturbed", "eps"), [pytest.param("a matrix", 3e-11), ("one of its 4096 elements", 1e-9)])
+@pytest.mark.parametrize(("perturbed", "eps"), [("a matrix", 3e-11), ("one of its 4096 elements", 1e-9)])
 def test_a_tiny_perturbation_of_a_weight_is_detected(perturbed: str, eps: float) -> None:
     case = gpt2.case()
 

@@ -413,7 +413,7 @@ def test_plans_reach_1024_devices():
 @pytest.mark.parametrize(
     "meshes",
     [
-        pytest.param(["fsdp=4"]),
+        ["fsdp=4"],
         pytest.param(["data=1", "fsdp=2", "fsdp=8"], marks=pytest.mark.nightly),
     ],
     ids=["fsdp=4", "others"],

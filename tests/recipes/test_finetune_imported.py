@@ -34,7 +34,7 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "loss", "method", "quantize", "packing"),
     [
-        pytest.param("gpt_neox", "supervised", "lora", "none", True),
+        ("gpt_neox", "supervised", "lora", "none", True),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in [

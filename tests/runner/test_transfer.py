@@ -36,7 +36,7 @@ class Placing:
 
 
 def wait_until(condition):
-    for _ in range(400):
+    for _ in range(12_000):
         if condition():
             return True
         time.sleep(0.005)

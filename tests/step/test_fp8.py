@@ -89,7 +89,7 @@ OPTIONS = ({"remat": "full"}, {"remat": "dots_no_batch"}, {"unroll": True}, {"re
     ("name", "options"),
     [
         ("fp8", OPTIONS[-1:]),
-        pytest.param("fp8_row", OPTIONS[:2]),
+        ("fp8_row", OPTIONS[:2]),
         *(pytest.param(name, OPTIONS[:3], marks=pytest.mark.nightly) for name in NAMES),
     ],
 )

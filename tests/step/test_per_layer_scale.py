@@ -64,10 +64,10 @@ def _updated(step, exponents, updates=2):
     "options",
     [
         {},
-        pytest.param({"precision": "fp32", "clip_norm": 1.0}),
-        pytest.param({"remat": "full"}),
-        pytest.param({"unroll": True, "accumulate": 1}),
-        pytest.param({"precision": "bf16", "ema": 0.9}),
+        {"precision": "fp32", "clip_norm": 1.0},
+        {"remat": "full"},
+        {"unroll": True, "accumulate": 1},
+        {"precision": "bf16", "ema": 0.9},
     ],
     ids=["fp16", "fp32", "remat", "unroll", "bf16"],
 )

@@ -93,9 +93,9 @@ def _low_precision(fn):
     ("before", "after", "dtype", "spread"),
     [
         (_unchanged, _unchanged, np.float32, 30),
-        pytest.param(_unchanged, _unchanged, np.float64, 60),
-        pytest.param(_unchanged, unroll, np.float32, 30),
-        pytest.param(_unchanged, functools.partial(remat, policy="full"), np.float32, 30),
+        (_unchanged, _unchanged, np.float64, 60),
+        (_unchanged, unroll, np.float32, 30),
+        (_unchanged, functools.partial(remat, policy="full"), np.float32, 30),
         # Within float16, whose gradients here are between 2⁻⁷ and 2⁵.
         (_low_precision, _unchanged, np.float32, 3),
     ],

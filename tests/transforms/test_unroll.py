@@ -40,7 +40,7 @@ def names(traced):
     ("precision", "accumulate", "remat"),
     [
         pytest.param("fp32", 1, "none", marks=pytest.mark.nightly),
-        pytest.param("bf16", 2, "full"),
+        ("bf16", 2, "full"),
         pytest.param("fp16", 1, "names:hidden", marks=pytest.mark.nightly),
     ],
 )
