@@ -283,7 +283,8 @@ def test_a_peft_folder_is_written_and_read_to_the_bit(tmp_path):
     "changes",
     [
         {"peft_type": "LOHA"}, {"lora_bias": True}, {"trainable_token_indices": [1]},
-        {"rank_pattern": {"c_attn": 2}}, {"init_lora_weights": "pissa_niter_4"}, {"r": "3"}, {"r": 0}, {"lora_alpha": None},
+        {"rank_pattern": {"c_attn": 2}}, {"init_lora_weights": "pissa_niter_4"},
+        {"r": "3"}, {"r": 0}, {"lora_alpha": None},
     ],
 )  # fmt: skip
 def test_an_unsupported_adapter_configuration_is_refused(tmp_path, changes):
