@@ -14,7 +14,7 @@ from tests.data.finetuning.templates import byte_level, metaspace
 
 transformers = pytest.importorskip("transformers")
 
-TEXTS = ("Hello world", " a <new> b<|im_end|>", "", "é<|endoftext|> <new>")
+TEXTS = ("Hello world", " a <new> b<|im_end|>", "", "é<|endoftext|> <new>", "(new>")
 
 
 def write(folder: Path, made: tokenizers.Tokenizer, **files: dict[str, Any]) -> Path:
