@@ -66,7 +66,8 @@ import jaxtrain.cli  # noqa: E402
 pytest_plugins = ["tests.lowering", "tests.tiers"]
 
 settings.register_profile("dev", deadline=None, database=DirectoryBasedExampleDatabase(CACHE / "hypothesis"))
-settings.register_profile("ci", deadline=None, database=None)
+# Where CI is set, hypothesis would draw the same examples in every commit.
+settings.register_profile("ci", deadline=None, database=None, derandomize=False)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 # A worker that has grown by this much drops its compiled programs after the test.

@@ -3,7 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis.core
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.tiers import CHANGE_SECONDS, QUICK_SECONDS, SEPARATE, SHORT, Choice, function_of, laws, promises
 from tests.touched import distances
@@ -79,3 +82,19 @@ def test_every_promise_runs_in_continuous_integration(request: pytest.FixtureReq
         if run.isdisjoint(tests) and not all(test.startswith(SEPARATE) for test in promises()[promise])
     ]
     assert not missing, missing
+
+
+def test_examples_of_hypothesis_are_those_of_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn(seed: int) -> list[int]:
+        found = []
+
+        @settings(max_examples=20, database=None)
+        @given(st.integers())
+        def draw(x: int) -> None:
+            found.append(x)
+
+        monkeypatch.setattr(hypothesis.core, "global_force_seed", seed)
+        draw()
+        return found
+
+    assert drawn(1) == drawn(1) != drawn(2)

@@ -338,12 +338,13 @@ BAD = {
     "train --lr -1": "lr must be positive and representable in float32, got -1.0",
     "train --stepz 3": "--stepz",
     "train --out a_file": "a_file is a file",
+    f"train --out {'a' * 300}": "is not a valid path (File name too long)",
     "sample": "a run folder is required",
     "sample nowhere": "nowhere holds no run",
 }
 
 
-@pytest.mark.parametrize("command", BAD, ids=lambda c: c.replace(" ", "_"))
+@pytest.mark.parametrize("command", BAD, ids=lambda c: c.replace(" ", "_")[:60])
 def test_bad_input_is_a_one_line_error_with_exit_status_2_and_writes_nothing(command, capsys):
     Path("empty").mkdir()
     Path("a_file").touch()

@@ -102,6 +102,13 @@ def test_an_asynchronous_update_of_a_slice_counts_as_the_slice():
     assert program.launch_counts == {"fusion": 8, "broadcast": 1}
 
 
+def test_an_update_of_a_slice_counts_as_the_slice_in_another_shape():
+    update = "  ROOT %update = f32[4,256]{1,0} dynamic-update-slice(%p.0, %row, %p.2, %zero)\n"
+    flat = update.replace("ROOT ", "") + "  ROOT %flat = f32[1024]{0} bitcast(%update)\n"
+    assert update in LOOP
+    assert read(LOOP.replace(update, flat)).moved_bytes == read(LOOP).moved_bytes
+
+
 def test_an_array_that_is_not_filled_is_no_launch():
     filled = "%stacked = f32[4,256]{1,0} broadcast(%empty), dimensions={}"
     allocated = '%stacked = f32[4,256]{1,0} custom-call(), custom_call_target="AllocateBuffer"'

@@ -38,6 +38,14 @@ def test_values_are_those_of_the_function():
         assert str(jax.make_jaxpr(as_vectors(adam, zero, "gpu"))(*args)) == str(jax.make_jaxpr(adam)(*args))
 
 
+def test_updates_of_short_rows_are_those_of_the_optimizer():
+    step = jt.train_step(loss_fn, optax.sgd(0.25 * math.prod(SHAPE)))
+    state, batch = step.init({"weight": jnp.ones(SHAPE)}), jnp.ones(SHAPE)
+    for _ in range(3):  # each halves the weight
+        state, _ = step(state, batch)
+    np.testing.assert_array_equal(state.params["weight"], 0.125)
+
+
 def test_no_loop_of_the_step_is_over_short_rows_and_no_array_is_copied():
     params = {"weight": jnp.ones(SHAPE)}
     step = jt.train_step(loss_fn, optax.adamw(1e-2), clip_norm=1.0)

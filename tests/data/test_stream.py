@@ -184,9 +184,10 @@ def test_a_stream_that_cannot_start_again_or_became_shorter_is_refused():
         take(batches, 3)
     longer = training_batches(lambda: iter(examples(9)), 2, seed=0)
     take(longer, 4)
-    batches.restore(longer.state())
-    with pytest.raises(UserError, match=r"^epoch 0 of the stream ended before example 8, where the run was saved"):
-        next(batches)
+    for shorter in (batches, training_batches(lambda: iter(examples(7)), 2, seed=0)):
+        shorter.restore(longer.state())
+        with pytest.raises(UserError, match=r"^epoch 0 of the stream ended before example 8, where the run was saved"):
+            next(shorter)
 
 
 def test_an_iterable_dataset_of_pytorch_is_a_stream():

@@ -12,7 +12,7 @@ from jax.experimental.mesh_utils import create_hybrid_device_mesh
 
 from jaxtrain.distributed import local_rows, make_mesh, place_batch, place_whole_batch
 from jaxtrain.distributed.device_order import ordered_devices
-from jaxtrain.distributed.mesh import AXES, data_parallel_size, parse_mesh
+from jaxtrain.distributed.mesh import AXES, data_parallel_size, parse_mesh, run_devices, run_mesh
 from jaxtrain.distributed.rows import local_data_parallel_size
 from jaxtrain.errors import UserError
 
@@ -65,6 +65,13 @@ def test_rows_are_replicated_over_the_other_axes(axis):
 
 def test_data_parallel_size_counts_only_axes_of_rows():
     assert data_parallel_size(parse_mesh("data=2,fsdp=2,sequence=4,tensor=2")) == 4
+
+
+def test_a_run_is_on_one_device_or_on_its_mesh():
+    mesh = make_mesh("data=2,fsdp=2")
+    assert run_mesh(None) is None
+    assert run_mesh("data=2,fsdp=2") == mesh
+    assert (run_devices(None), run_devices("data=2,fsdp=2")) == (jax.devices()[:1], mesh.devices.ravel().tolist())
 
 
 def test_indivisible_rows_raise_an_error():

@@ -58,6 +58,10 @@ def test_what_a_pipeline_cannot_run_is_refused():
     step = shard(jt.train_step(run.loss_fn, optax.sgd(0.1)), mesh, run.rules)
     with pytest.raises(UserError, match=r"step\.micro cannot fill a pipeline"):
         step.micro(None, {})
+    params, batch = jax.eval_shape(run.make)[0], run.batch(np.random.default_rng(0))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.complex64), params)
+    with pytest.raises(UserError, match="is complex, which the mesh axis pipeline does not support: use data or fsdp"):
+        step.jitted.lower(step.shapes(params), step.place(batch))
 
 
 @pytest.mark.parametrize(

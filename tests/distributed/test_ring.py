@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.distributed import make_mesh, memory_per_device, ring, ring_steps
+from jaxtrain.distributed.attention import find_attention
 from jaxtrain.distributed.program import constrain_shardings
 from jaxtrain.models.attention import FORWARD, attention, blockwise, primitives
 from jaxtrain.models.attention.blocks import Sizes, visible_pairs
@@ -51,13 +52,15 @@ DROPPED = Options(0.3, causal=True, dropout=0.2)
         (DROPPED._replace(window=12, softcap=5.0), ("rng", "bias"), "sequence=4"),
         (Options(0.3), ("mask", "row_bias"), "data=2,sequence=2"),
         (DROPPED, ("mask", "rng", "bias", "sinks"), "sequence=2,tensor=2"),
-        (Options(0.3, causal=True, window=7), ("bias", "sinks", "mask"), "data=2,sequence=2"),
+        (Options(0.3, causal=True, window=7), ("bias", "sinks", "mask"), "sequence=2,tensor=2"),
+        (Options(0.3, causal=True), (), "sequence=2,tensor=2"),
     ],
-    ids=["packed", "long window", "bidirectional", "heads", "window"],
+    ids=["packed", "long window", "bidirectional", "heads", "window", "one head of keys"],
 )
 def test_outputs_and_gradients_equal_those_of_the_formula(options, names, spec, double):
     given, mesh = operands(*names), make_mesh(spec)
-    shapes = [(B, T, n, width) for n, width in ((HEADS, WIDTH), (SHARED, WIDTH), (SHARED, 6), (HEADS, 6))]
+    shared = SHARED if names else 1  # which tensor=2 does not divide
+    shapes = [(B, T, n, width) for n, width in ((HEADS, WIDTH), (shared, WIDTH), (shared, 6), (HEADS, 6))]
     q, k, v, cotangent = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
 
     def gradients(attend):
@@ -71,6 +74,16 @@ def test_outputs_and_gradients_equal_those_of_the_formula(options, names, spec, 
     expected = jax.jit(lambda: gradients(formula))()
     for one, other in zip(expected, jax.jit(lambda: gradients(on_ring))(), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_only_attention_is_divided_into_a_ring():
+    @jax.custom_vjp
+    def double(x):
+        return 2 * x
+
+    double.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+    (eqn,) = jax.make_jaxpr(jax.jit(double))(1.0).eqns
+    assert find_attention(eqn) is None
 
 
 def test_devices_compute_equally_many_pairs_of_blocks(monkeypatch):

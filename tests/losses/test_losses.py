@@ -372,7 +372,17 @@ def test_under_autocast_a_loss_is_float32_and_its_inputs_are_widened_once(name):
             lambda: losses.nll(jnp.zeros((2, 3)), jnp.zeros(2, int), class_weight=np.ones(2)),
             r"must have shape \[3\], got \[2\]",
         ),
-        (lambda: losses.mse(jnp.zeros((2, 1)), jnp.zeros(2)), r"predictions \[2, 1\], targets \[2\]"),
+        *(
+            (lambda loss=loss: loss(jnp.zeros((2, 1)), jnp.zeros(2)), r" \[2, 1\], targets \[2\]")
+            for loss in (
+                losses.mse,
+                losses.l1,
+                losses.huber,
+                losses.kl_div,
+                losses.hinge_embedding,
+                losses.binary_cross_entropy_with_logits,
+            )
+        ),
         (lambda: losses.smooth_l1(jnp.zeros(2), jnp.zeros(2), beta=-1.0), r"beta must be at least 0, got -1\.0"),
         (lambda: losses.huber(jnp.zeros(2), jnp.zeros(2), delta=0.0), r"delta must be positive, got 0\.0"),
         (lambda: losses.cosine_embedding(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 1))), r"targets \[2, 1\]"),

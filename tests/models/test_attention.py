@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.attention import attention
+from jaxtrain.models.attention import FORWARD, attention, primitives
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.primitives import fused_attention
 from jaxtrain.transforms import block, remat
@@ -69,6 +69,15 @@ def test_causal_and_a_mask_are_combined():
     both = mask & np.tril(np.ones((T, S), bool))[None, None]
     with jax.enable_x64(True):
         assert_same(with_gradients(*arrays, mask=mask, causal=True), torch_attention(*arrays, mask=both))
+
+
+def test_a_mask_of_padding_alone_is_computed_as_segments(monkeypatch):
+    monkeypatch.setattr(primitives, "LONG", 1)
+    segments = "q_segments", "k_segments"
+    for mask, given in ((B, 1, 1, S), segments), ((B, 1, T, S), ("mask",)), ((B, N, 1, S), ("mask",)):
+        traced = jax.make_jaxpr(partial(attention, mask=np.ones(mask, bool)))(*inputs()[:3])
+        (eqn,) = [eqn for eqn in equations(traced.jaxpr) if eqn.primitive is FORWARD]
+        assert eqn.params["given"] == given
 
 
 @pytest.mark.parametrize("heads", [N, 2])

@@ -188,7 +188,7 @@ def test_a_bias_is_added_to_a_transposed_product():
         product = jnp.tensordot(x, params["w"], 1)
         return jnp.swapaxes(product, 0, 1) + params["b"][None, None]
 
-    config, base = LoraConfig("w", r=2), random_like({"w": jnp.ones((4, 4)), "b": jnp.ones(4)})
+    config, base = LoraConfig("w", r=1), random_like({"w": jnp.ones((4, 4)), "b": jnp.ones(4)})
     adapters, x = some_adapters(config, base), random_like(jnp.ones((4, 4, 4)))
     found = lora.with_adapters(apply, config)({"base": base, "lora": adapters}, x)
     np.testing.assert_allclose(found, apply(lora.merge(base, adapters, config), x), rtol=1e-5, atol=1e-6)
@@ -283,7 +283,8 @@ def test_a_peft_folder_is_written_and_read_to_the_bit(tmp_path):
     "changes",
     [
         {"peft_type": "LOHA"}, {"lora_bias": True}, {"trainable_token_indices": [1]},
-        {"rank_pattern": {"c_attn": 2}}, {"init_lora_weights": "pissa_niter_4"}, {"r": "3"}, {"lora_alpha": None},
+        {"rank_pattern": {"c_attn": 2}}, {"init_lora_weights": "pissa_niter_4"},
+        {"r": "3"}, {"r": 0}, {"lora_alpha": None},
     ],
 )  # fmt: skip
 def test_an_unsupported_adapter_configuration_is_refused(tmp_path, changes):

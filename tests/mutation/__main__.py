@@ -105,8 +105,8 @@ def _run(mutant: Mutant, laws: Sequence[str], path: str) -> None:
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        # Libraries that were imported before have plugins of pytest.
-        options = ["-n0", "-x", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        # To rewrite assertions, pytest would read the modules of parity, which has a plugin of it, itself.
+        options = ["-n0", "-x", "-p", "no:cacheprovider", "--assert=plain"]
         status = pytest.main([*options, *laws], plugins=[Failures()])
     # A module that cannot be imported any more fails before a test runs.
     Path(path).write_text(failed[0] if failed else "" if status == 0 else f"exit status {int(status)}")

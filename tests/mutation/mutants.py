@@ -30,6 +30,8 @@ _NAMES = {
 }
 _TEXT = ("UserError", "warn", "print", "ValueError", "TypeError", "AssertionError")
 """Calls whose arguments are messages."""
+_SYMMETRIC = ("swapaxes", "gcd", "lcm", "array_equal", "promote_types", "logical_and", "logical_or")
+"""Calls whose two arguments have no order."""
 
 
 class Mutant(NamedTuple):
@@ -97,6 +99,8 @@ def _inside(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
         return
     if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _TEXT:
         return
+    if isinstance(node, ast.keyword) and node.arg == "strict":
+        return  # zip's strict asserts equal lengths
     if isinstance(node, ast.expr | ast.stmt):
         yield node
     for name, value in ast.iter_fields(node):
@@ -137,9 +141,10 @@ def _changes(node: ast.expr | ast.stmt) -> Iterator[ast.AST]:
             assert isinstance(new.func, ast.Attribute)
             new.func.attr = _NAMES[name]
             yield new
-        case ast.Call(args=[a, b, *rest], keywords=_) if not rest and not isinstance(a, ast.Constant | ast.Starred):
-            new.args = [b, a]
-            yield new
+        case ast.Call(func=func, args=[a, b]) if not isinstance(a, ast.Constant | ast.Starred):
+            if ast.unparse(func).rpartition(".")[2] not in _SYMMETRIC:
+                new.args = [b, a]
+                yield new
         case ast.AugAssign():
             yield ast.Pass()
         case ast.Assign(targets=[ast.Name(id=name)], value=value) if _reads(value, name):

@@ -25,18 +25,25 @@ def nvml(monkeypatch):
     fake = types.ModuleType("pynvml")
     fake.NVMLError = type("NVMLError", (Exception,), {})
     fake.busy = [30, 50]
-    fake.nvmlInit = lambda: None
+    fake.is_initialized = False
     fake.nvmlDeviceGetCount = lambda: 2
-    fake.nvmlDeviceGetHandleByIndex = int
     fake.nvmlDeviceGetUUID = ["GPU-a1b2", "GPU-b1c2"].__getitem__
     fake.nvmlDeviceGetName = lambda gpu: A100
+
+    def init():
+        fake.is_initialized = True
+
+    def handle(number):
+        if not fake.is_initialized:
+            raise fake.NVMLError
+        return number
 
     def utilization(gpu):
         if fake.busy[gpu] is None:
             raise fake.NVMLError
         return types.SimpleNamespace(gpu=fake.busy[gpu])
 
-    fake.nvmlDeviceGetUtilizationRates = utilization
+    fake.nvmlInit, fake.nvmlDeviceGetHandleByIndex, fake.nvmlDeviceGetUtilizationRates = init, handle, utilization
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(gauges, "_SAMPLE_EVERY", 0.005)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -11,6 +11,7 @@ from jaxtrain import optim
 from parity import jax_side, torch_side
 from parity.cases import CASES
 from parity.optimizer import Optimizer
+from parity.param_rounding import stochastically
 from parity.record import Tensors
 
 STEPS, RATE = 40, 1e-4
@@ -43,3 +44,10 @@ def test_kahan_follows_float32_masters_and_nearest_rounding_does_not() -> None:
     assert masters < kahan < 0.15
     assert kahan < nearest / 3
     assert stochastic < nearest
+
+
+def test_stochastic_rounding_in_pytorch_keeps_the_mean():
+    after = torch.full((100_000,), 1 + 2.0**-9)
+    rounded = stochastically(after, after, {}).double()
+    assert rounded.unique().tolist() == [1, 1 + 2.0**-7]
+    assert abs(rounded.mean() - after[0]) < 5e-5  # five standard deviations

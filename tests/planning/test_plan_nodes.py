@@ -17,6 +17,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.planning import MeshChoice, mesh_costs
 from jaxtrain.planning.candidate import Candidate
 from jaxtrain.planning.closed_forms import ClosedForms, sent_bytes, whole_bytes
+from jaxtrain.planning.growth import Settings, grow_weakly, weak_programs
 from jaxtrain.recipes import RECIPES
 
 H100 = find_target("h100")
@@ -114,6 +115,19 @@ def test_extrapolated_costs_are_those_of_the_larger_program():
         assert getattr(extrapolated, figure) == pytest.approx(getattr(compiled, figure), rel=1e-3), figure
     assert compiled.exposed_s == pytest.approx(found[2048].program.exposed_seconds)
     assert 7 * compiled.network_bytes == pytest.approx(compiled.nvlink_bytes)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_extrapolated_memory_is_that_of_the_larger_program(accumulate):
+    costs, mesh = (
+        mesh_costs.MeshCosts(dataclasses.replace(MLP, mesh="fsdp=8"), H100, lambda _: None),
+        parse_mesh("fsdp=8"),
+    )
+    settings = Settings(2, accumulate, "none")
+    *_, largest = grow_weakly(costs, mesh, "fsdp", settings, weak_programs(costs, mesh, "fsdp", settings)).costs
+    assert largest.mesh["fsdp"] > largest.program["fsdp"]
+    compiled = costs.compile(largest.mesh, *settings)
+    assert largest.peak_bytes == pytest.approx(compiled.peak_bytes, rel=1e-6)
 
 
 def test_plan_nodes_reports_weak_and_strong_scaling(capsys):

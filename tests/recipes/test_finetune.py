@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import jax
@@ -17,6 +18,7 @@ from jaxtrain.cli import main
 from jaxtrain.errors import UserError
 from jaxtrain.models import functional
 from jaxtrain.recipes.finetune import FineTuneRecipe
+from jaxtrain.recipes.finetuning.decoder import adapter_targets
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
 from jaxtrain.runner.checkpoint import Checkpoints
@@ -105,6 +107,12 @@ def test_settings_that_cannot_work_are_refused_in_a_line(root, flags, message, c
     assert not Path("runs").exists()
 
 
+def test_targets_choose_linear_layers_by_their_whole_paths():
+    decoder = SimpleNamespace(kernels=("layers/q/kernel", "layers/o/kernel"))
+    assert re.fullmatch(adapter_targets(decoder, ".*/q/kernel"), "layers/q/kernel")
+    assert not re.fullmatch(adapter_targets(decoder, ".*/q/kernel"), "layers/o/kernel")
+
+
 def test_a_model_and_examples_are_required(capsys):
     assert main(["train", "finetune"]) == 2
     assert capsys.readouterr().err == (
@@ -129,6 +137,7 @@ def test_a_resumed_run_has_the_same_bits_and_its_checkpoints_hold_adapters_alone
     kinds = {name: entry["value_metadata"]["value_type"] for name, entry in stored.items()}
     assert {kind for name, kind in kinds.items() if "'base'" in name} == {"None"}
     assert {kind for name, kind in kinds.items() if "'lora'" in name} == {"jax.Array"}
+    assert any("'m'" in name for name in kinds if "'lora'" in name)
     assert "answers" in json.dumps(lines("whole"))
     capsys.readouterr()
     assert main(["sample", "whole", "--prompt", "3?", "--length", "4"]) == 0

@@ -12,6 +12,9 @@ import transformers
 
 from jaxtrain.cli import main
 from jaxtrain.models import functional, open_pretrained
+from jaxtrain.models.lora import LoraConfig
+from jaxtrain.recipes.finetuning.heads import _with_head as with_head
+from jaxtrain.recipes.finetuning.model import FineTunedModel
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
 from tests.recipes.fine_tuning_twin import write_model
@@ -31,6 +34,12 @@ def root(tmp_path_factory):
     for name, rows in (("texts", texts), ("pairs", pairs)):
         (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root
+
+
+@pytest.mark.parametrize(("is_reward", "dropout"), [(True, 0.0), (False, 0.1)])
+def test_adapters_of_rewards_have_no_dropout(is_reward, dropout):
+    model = FineTunedModel(decoder=None, config=LoraConfig("w", dropout=0.1))
+    assert with_head(model, is_reward).config == LoraConfig("w", dropout=dropout, trained="score")
 
 
 def train(root, model, flags):

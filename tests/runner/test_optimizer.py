@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxtrain as jt
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner import interval
 from jaxtrain.runner.loss_scales import loss_scale, step_loss_scale
-from jaxtrain.runner.optimizer import optimizer_expression, recipe_optimizer, schedule
+from jaxtrain.runner.optimizer import frozen, optimizer_expression, recipe_optimizer, schedule
 from jaxtrain.step import TrainState
 
 
@@ -43,6 +44,12 @@ def test_weight_decay_applies_only_to_matrices():
     assert float(abs(updates["fc"]["kernel"]).min()) > 0
     assert float(abs(updates["wte"]).min()) > 0
     assert float(abs(updates["fc"]["bias"]).max()) == float(abs(updates["ln"]["scale"]).max()) == 0
+
+
+def test_parameters_of_the_setting_and_of_the_task_are_frozen():
+    task = jt.Task(init=dict, loss_fn=None, train={}, frozen=lambda path: path == "a")
+    of_both = frozen(dataclasses.replace(RECIPES["digits-mlp"], frozen="b"), task)
+    assert [path for path in ("a", "b", "c") if of_both(path)] == ["a", "b"]
 
 
 @pytest.mark.parametrize(

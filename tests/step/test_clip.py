@@ -1,4 +1,4 @@
-"""Clipping equals `torch.nn.utils.clip_grad_norm_` over the whole tree."""
+"""Clipping equals `torch.nn.utils.clip_grad_norm_` over the whole tree, and `clip_grad_value_`."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jaxtrain.step.clip import clip_grad_norm
+from jaxtrain.step.clip import clip_grad_norm, clip_grad_value
 
 # Their squares and clipped values neither overflow nor underflow in float64.
 MAGNITUDES = st.one_of(st.just(0.0), st.floats(1e-120, 1e120))
@@ -68,6 +68,14 @@ def test_gradients_within_the_bound_are_bit_identical():
     clipped, _ = clip_grad_norm(grads, 1.0)
     for name, g in grads.items():
         assert np.asarray(clipped[name]).tobytes() == np.asarray(g).tobytes()
+
+
+def test_values_are_clipped_as_by_pytorch():
+    values = np.float32([-np.inf, -3, -1, -0.5, -0.0, 0.5, 1, 3, np.inf, np.nan])
+    parameter = torch.nn.Parameter(torch.zeros(len(values)))
+    parameter.grad = torch.tensor(values)
+    torch.nn.utils.clip_grad_value_([parameter], 1.0)
+    np.testing.assert_array_equal(clip_grad_value({"w": values}, 1.0)["w"], parameter.grad)
 
 
 def test_without_a_bound_only_the_norm_is_computed():

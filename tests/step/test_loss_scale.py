@@ -345,7 +345,7 @@ def test_both_frameworks_continue_equally_from_exchanged_state_dicts(factors, in
 
 
 def test_the_state_dict_of_a_static_scale_is_static_in_both_frameworks():
-    saved = ours_after(static_loss_scale(48.0), [True, False])
+    saved = {**ours_after(static_loss_scale(48.0), [True, False]), "_growth_tracker": 1999}
     theirs = TorchScaler(growth_interval=1)
     theirs.scaler.load_state_dict({**saved, "growth_interval": 1})
     for inf in (True, False, False):

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 import transformers
 
+from jaxtrain.data import TokenizedDocuments
 from jaxtrain.data.finetuning import (
+    EncodedExamples,
     ModelTokenizer,
+    Preference,
     encode_examples,
     encode_labelled,
     label_names,
@@ -103,3 +106,6 @@ def test_preferences_with_a_text_longer_than_a_row_are_dropped(folder, tmp_path)
     np.testing.assert_array_equal(found[0]["tokens"], [encoded[0].tokens, encoded[1].tokens])
     assert found.text(0, 1)[-1] == texts.special("end")
     assert "more than 2 tokens" in refused(lambda: reward_rows(encoded, 2, 0))
+    one_empty = TokenizedDocuments(np.array([6, 8, 10, 12]), np.array([0, 2, 3, 4, 4]))
+    found, summary = reward_rows(EncodedExamples(one_empty, Preference), 20, 0)
+    assert (found[0]["tokens"].tolist(), len(found), summary.dropped_tokens) == ([[3, 4], [5, 0]], 1, 1)

@@ -14,7 +14,7 @@ from tests.data.finetuning.templates import byte_level, metaspace
 
 transformers = pytest.importorskip("transformers")
 
-TEXTS = ("Hello world", " a <new> b<|im_end|>", "", "é<|endoftext|> <new>")
+TEXTS = ("Hello world", " a <new> b<|im_end|>", "", "é<|endoftext|> <new>", "(new>")
 
 
 def write(folder: Path, made: tokenizers.Tokenizer, **files: dict[str, Any]) -> Path:
@@ -86,6 +86,10 @@ def test_tokens_of_older_files_count_unless_the_settings_list_theirs(tmp_path: P
             check(folder)
     files = {"tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}}
     check(write(tmp_path / "added", byte_level(), **files, added_tokens={"<new>": 331, "<other>": 330}))
+    made = byte_level()
+    made.normalizer = tokenizers.normalizers.Replace("<", "(")
+    files["tokenizer_config"]["bos_token"] = "<new>"
+    check(write(tmp_path / "normalized", made, **files))
 
 
 @pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=3)))
