@@ -52,6 +52,8 @@ def _of_pytorch(module: torch.nn.Module, tensors: Any, differentiable: list[bool
     """Return PyTorch's values and gradients."""
     given = [x.detach().clone().requires_grad_(wanted) for x, wanted in zip(tensors, differentiable, strict=True)]
     values = tensors_of(module(*given))
+    if not values:
+        raise ValueError("the result is a Python number")
     floats = [x for x in given if x.requires_grad]
     loss = _loss([y for y in values if y.is_floating_point() or y.is_complex()], torch)
     grads: Any = [None] * len(floats)
