@@ -9,9 +9,8 @@ mark `law`. There are three tiers:
 - all: everything, for a nightly run.
 
 Which cases of a test they are, and which examples hypothesis draws, depends on the commit, so that all are seen within
-days. Paths, `-k` and `-m` select
-tests in the place of a tier: of directories a case of each test, and as many as the time holds; of files, all.
-`pytest -m law tests/step` is a minute of an area's laws.
+days. Paths, `-k` and `-m` select tests in the place of a tier: of directories a case of each test, and as many as the
+time holds; of files, all. `pytest -m law tests/step` runs the laws of an area in about a minute.
 `durations.json` has the seconds of cases of half a second or more, on one slow core with an empty compilation cache;
 `--record` adds those of a run. Those without a number were never measured, and no tier but `all` chooses them. Tests
 marked `nightly` take minutes or a machine to themselves: `--tier all` runs them, as do `-m nightly` and their own
@@ -150,14 +149,16 @@ def _chosen(
     if tier == "all" or "nightly" in config.option.markexpr or any("::" in arg for arg in config.args):
         return items
     items = [item for item in items if not item.get_closest_marker("nightly")]
+    of_laws = config.option.markexpr == "law" and not named
+    if of_laws:
+        items = [item for item in items if item.get_closest_marker("law")]
     choice = Choice(items, seconds, git("rev-parse", "HEAD"))
     if tier == "quick":
         return choice.quick(of_promises)
     if tier == "change":
         return choice.change(of_promises, distances(in_last_commits()))
-    if config.option.markexpr == "law" and not named:
-        laws = [item for item in items if item.get_closest_marker("law")]
-        return Choice(laws, seconds, git("rev-parse", "HEAD")).directory(LAW_SECONDS)
+    if of_laws:
+        return choice.directory(LAW_SECONDS)
     return items if named or config.option.keyword or config.option.markexpr else choice.directory(DIRECTORY_SECONDS)
 
 

@@ -36,7 +36,7 @@ from jaxtrain.torch_import.capture.reached import (
 from jaxtrain.torch_import.capture.replaced import replaced
 from jaxtrain.torch_import.capture.restored import memory_of, restored
 from jaxtrain.torch_import.capture.structure import captured_dtype
-from jaxtrain.torch_import.capture.tracing import quiet
+from jaxtrain.torch_import.capture.tracing import hidden, quiet
 from jaxtrain.torch_import.graph import GRADIENT, Spec
 from jaxtrain.torch_import.refusals import first_line, refusal, source_line
 
@@ -377,7 +377,7 @@ def _refuse_certain(found: AnotherPath, values: tuple[bool, bool]) -> None:
 
 
 def _disagreement(sides: Comparison, values: tuple[bool, bool], ours: Results, different: str) -> Exception:
-    with sides.on(*values) as leaves, _pretended_tracing():
+    with sides.on(*values) as leaves, hidden():
         traced = _result_or_error(lambda: sides.theirs(leaves))
     source = _first_other_line(sides, values)
     if isinstance(traced, Results) and not _different(ours, traced, lambda: ours, lambda: traced):
@@ -607,13 +607,6 @@ def _later(seconds: float) -> Iterator[None]:
             patches.enter_context(replaced(time, name, moved(getattr(time, name), seconds)))
             clock = f"{name}_ns"
             patches.enter_context(replaced(time, clock, moved(getattr(time, clock), int(1e9 * seconds))))
-        yield
-
-
-@contextlib.contextmanager
-def _pretended_tracing() -> Iterator[None]:
-    """Tell installed packages that they are traced while entered."""
-    with replaced(torch.compiler, "_is_compiling_flag", True), replaced(torch.compiler, "_is_exporting_flag", True):
         yield
 
 

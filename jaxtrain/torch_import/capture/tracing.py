@@ -67,7 +67,7 @@ def tracing() -> Iterator[Traced]:
 def hidden() -> Iterator[None]:
     """Answer the user's code that nothing is compiled or exported while entered: it computes what PyTorch computes.
 
-    Installed packages are told what is: theirs are ways around what a graph cannot contain.
+    Installed packages are answered that it is: they avoid what a graph cannot contain.
     """
     flags = torch.compiler
     with replaced(flags, "_is_compiling_flag", _Hidden()), replaced(flags, "_is_exporting_flag", _Hidden()):
