@@ -169,9 +169,14 @@ class _Known:
         needed = without_unused(Graph((), nodes, name, {}), ())
         names = {name.name, *references([(node.args, node.kwargs) for node in needed.nodes])}
         graph = replace(needed, inputs=tuple(x for x in self._graph.inputs if x.name in names))
-        with jax.ensure_compile_time_eval():
-            value, _ = interpret(graph, params={}, state={}, constants=self._constants, inputs=(), rng=None, ops={})
-            return np.asarray(value)
+        constants = {x.target: self._constants[x.target] for x in graph.inputs}
+
+        @jax.jit
+        def value(constants: Mapping[str, Any]) -> Any:
+            return interpret(graph, params={}, state={}, constants=constants, inputs=(), rng=None, ops={})[0]
+
+        # One program, rather than one of each operation; its result is a value under jit too.
+        return np.asarray(value.lower(constants).compile()(constants))
 
 
 def _same_for_all_rows(x: np.ndarray) -> np.ndarray | None:

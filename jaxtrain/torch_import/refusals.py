@@ -39,6 +39,7 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+@functools.cache
 def is_internal(file: str) -> bool:
     """Return whether a file is PyTorch's or one of these, through which `torch.autograd.Function` is called."""
     is_interactive = file.startswith(("<stdin>", "<ipython-input"))

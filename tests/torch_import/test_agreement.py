@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import GPT2Config, GPT2Model
 from transformers.utils import is_torchdynamo_compiling
 
 from jaxtrain import UserError
@@ -299,16 +300,16 @@ class Normalized(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Padded sequences, a checkpoint, a gradient of its own, a loss over lengths, a tied weight, integers."""
+    """Padded sequences, a checkpoint, gradients of its own and sparse ones, a loss over lengths, a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table, self.cell = nn.Embedding(7, 4), nn.LSTM(4, 4, 2, dropout=0.2, batch_first=True)
-        self.head = nn.Linear(4, 7)
+        self.head, self.ends = nn.Linear(4, 7), nn.Embedding(6, 4, sparse=True)
         self.head.weight = self.table.weight
 
     def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> Any:
-        packed = nn.utils.rnn.pack_padded_sequence(self.table(ids), lengths, True, False)
+        packed = nn.utils.rnn.pack_padded_sequence(self.table(ids) + self.ends(lengths)[:, None], lengths, True, False)
         y, _ = nn.utils.rnn.pad_packed_sequence(self.cell(packed)[0], True)
         y = torch.utils.checkpoint.checkpoint(self.head, Doubled.apply(y), use_reentrant=False)
         loss = F.ctc_loss(y.log_softmax(-1).transpose(0, 1), ids[:, :2].clamp(1), lengths, torch.tensor([2, 2, 2]))
@@ -384,8 +385,22 @@ def test_a_hook_on_a_tensor_is_refused() -> None:
             y.register_hook(lambda grad: grad * 0.1)
             return y
 
-    with pytest.raises(UserError, match=r"register_hook inside forward.*\(test_agreement.py:\d+: y.register_hook"):
+    with pytest.raises(
+        UserError, match=r"register_hook inside forward.*\(test_agreement.py:\d+: y.register_hook"
+    ) as info:
         from_torch(Hooked(3, 3), X)
+    assert not [frame.path for frame in info.traceback if "torch/export" in str(frame.path)]
+
+
+def test_a_model_that_returns_a_cache_is_told_to_use_none() -> None:
+    model = GPT2Model(
+        GPT2Config(n_layer=1, n_embd=4, n_head=1, vocab_size=8, n_positions=4, bos_token_id=0, eos_token_id=0)
+    )
+    ids = np.zeros((2, 3), np.int64)
+    with pytest.raises(UserError, match=r"returns a DynamicCache: set config\.use_cache = False"):
+        from_torch(model, ids)
+    model.config.use_cache = False
+    from_torch(model, ids)
 
 
 def test_another_gradient_than_pytorchs_is_refused() -> None:

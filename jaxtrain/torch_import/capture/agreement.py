@@ -52,6 +52,8 @@ _LARGEST_BACKWARD = 1e10
 """Products of a forward pass up to which gradients are compared as well, which takes seconds of a CPU."""
 _LARGEST_ON_ONE_THREAD = 1e8
 """Products of a forward pass up to which threads would wait for each other longer than they compute."""
+_PART = 1 << 17
+"""Elements that are compared at a time, so that a processor's cache holds what is computed of them."""
 _ROUNDING = 32
 """How far the two may differ, in effects of one rounding of each operand: attention has other kernels while traced."""
 
@@ -472,7 +474,7 @@ def _gradients(outputs: Sequence[torch.Tensor], trained: Mapping[str, torch.Tens
         for x, grad in zip(unique.values(), before, strict=True):
             x.grad = grad
     grads = dict(zip(unique, zip(found, added, strict=True), strict=True))
-    return {name: _dense(grads[id(x)][0], x) + _dense(grads[id(x)][1], x) for name, x in trained.items()}
+    return {name: _total([grad for grad in grads[id(x)] if grad is not None], x) for name, x in trained.items()}
 
 
 def _weighted(y: torch.Tensor) -> torch.Tensor:
@@ -481,8 +483,10 @@ def _weighted(y: torch.Tensor) -> torch.Tensor:
     return (parts.reshape(-1) * weights).sum()
 
 
-def _dense(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(like) if grad is None else grad.to_dense() if grad.layout != torch.strided else grad
+def _total(grads: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return the sum of gradients, any of which may be sparse; without one, zeros."""
+    dense = [grad.to_dense() for grad in grads]
+    return sum(dense[1:], dense[0]) if dense else torch.zeros_like(like)
 
 
 def _different(ours: Results, theirs: Results, rounded: Callable[[], Results], again: Callable[[], Results]) -> str:
@@ -519,16 +523,25 @@ def _different(ours: Results, theirs: Results, rounded: Callable[[], Results], a
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return the largest distance of two elements; inf if only one of them is NaN."""
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    a, b = a.to(wide), b.to(wide)
-    apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs().nan_to_num(nan=torch.inf))
-    return float(apart.max()) if apart.numel() else 0.0
+
+    def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+        a, b = a.to(wide), b.to(wide)
+        return float(torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs().nan_to_num(torch.inf)).max())
+
+    return max(map(distance, _parts(a), _parts(b)), default=0.0)
+
+
+def _parts(x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the elements of a tensor as short vectors."""
+    return x.reshape(-1).split(_PART) if x.numel() else ()
 
 
 def _smallest(x: torch.Tensor) -> float:
     """Return one rounding of the largest number of a tensor."""
-    if not (x.is_floating_point() or x.is_complex()) or not x.numel():
+    if not (x.is_floating_point() or x.is_complex()):
         return 0.0
-    return torch.finfo(x.dtype).eps * float(x.abs().nan_to_num(nan=0.0, posinf=0.0).max())
+    largest = (float(part.abs().nan_to_num(nan=0.0, posinf=0.0).max()) for part in _parts(x))
+    return torch.finfo(x.dtype).eps * max(largest, default=0.0)
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
@@ -545,11 +558,11 @@ def _change_weights(module: torch.nn.Module, random: torch.Generator) -> None:
     known = {x.data_ptr() for x in params}
     for memory in (*params, *memory_of(module.buffers())):
         is_param = memory.data_ptr() in known
-        if memory.is_floating_point() or memory.is_complex():
-            drawn = torch.rand(memory.shape, generator=random).to(memory.device)
-            changed = memory * (1 - 0.25 * drawn)
+        for x in _parts(memory) if memory.is_floating_point() or memory.is_complex() else ():
+            drawn = torch.rand(x.shape, generator=random).to(x.device)
+            changed = x * (1 - 0.25 * drawn)
             # A parameter of 0, as of a new bias or adapter, would hide what it is multiplied by.
-            memory.copy_(torch.where(memory == 0, 0.1 * drawn, changed) if is_param else changed)
+            x.copy_(torch.where(x == 0, 0.1 * drawn, changed) if is_param else changed)
 
 
 def _other_inputs(leaves: Sequence[torch.Tensor], random: torch.Generator) -> list[torch.Tensor]:

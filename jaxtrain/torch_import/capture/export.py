@@ -235,8 +235,9 @@ def capture(
             if (captured := _again(attempt)) is not None:
                 return captured
             raise
-    except UserError:
-        raise
+    except UserError as error:
+        # The frames within torch.export say nothing that the message does not.
+        raise error.with_traceback(None) from error.__cause__
     except Exception as error:
         raise _export_refusal(error, structure.module) from error
 
@@ -544,9 +545,9 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
         return {field.name: _plain(getattr(value, field.name), tensors) for field in dataclasses.fields(value)}
     node = _pytree.SUPPORTED_NODES.get(type(value))
     if node is None:
-        raise refusal(
-            f"the module returns a {type(value).__name__}", "return tensors in dicts, tuples and lists, without caches"
-        )
+        is_cache = type(value).__module__.startswith("transformers.")
+        remedy = "set config.use_cache = False" if is_cache else "return tensors in dicts, tuples and lists"
+        raise refusal(f"the module returns a {type(value).__name__}", remedy)
     return tuple(_plain(item, tensors) for item in node.flatten_fn(value)[0])
 
 
