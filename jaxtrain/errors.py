@@ -130,7 +130,9 @@ def with_user_frames(error: Exception) -> Exception:
         if isinstance(error, UserError):
             if sys.excepthook is sys.__excepthook__:
                 sys.excepthook = _show_up_to_user_line
-            frames = [frame for frame in frames if _is_user_code(_file(frame))]
+            # Functions that a library compiles from text are of no module.
+            of_modules = (frame for frame in frames if "__name__" in frame.tb_frame.f_globals)
+            frames = [frame for frame in of_modules if _is_user_code(_file(frame))]
             error.__cause__, error.__suppress_context__ = None, True
             if hasattr(error, "__notes__"):
                 error.__notes__ = [note for note in error.__notes__ if "JAX has removed" not in note]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, user_facing
 from jaxtrain.interop import AS_IS, OUT_IN, Layout, NameTable, TorchParam
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
@@ -198,6 +198,7 @@ class GraphModel:
         out_in = "|".join(re.escape(name) for name in found if self._linear[name] is OUT_IN)
         return LoraConfig(targets, **settings, out_in=out_in)
 
+    @user_facing
     def __call__(
         self,
         params: Params,

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, user_facing, warn_user
 from jaxtrain.torch_import.channels_last import with_channels_last
 from jaxtrain.torch_import.doubles import refuse_float64, refuse_float64_inputs, refuse_float64_params, with_float64
 from jaxtrain.torch_import.elementwise import with_recomputed_formulas
@@ -479,6 +478,7 @@ _MANY = 4096
 """Elements of an example of which two rows are compared with the module, instead of all."""
 
 
+@user_facing
 def from_torch(
     module: "torch.nn.Module | Path | str",
     example_batch: Any,
@@ -551,10 +551,9 @@ def _warn_of_paths(graph: Graph, frozen: Collection[str]) -> None:
     if found:
         names = found[0] if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"
         lines = ", ".join(dict.fromkeys(node.source for node in graph.nodes if node.op == COND))
-        warnings.warn(
+        warn_user(
             f"whether {names} have a gradient depends on a condition ({lines}): where PyTorch has None, and its "
-            "optimizers skip the parameter, the gradient is 0, with which weight decay and momentum still change it",
-            stacklevel=4,
+            "optimizers skip the parameter, the gradient is 0, with which weight decay and momentum still change it"
         )
 
 

@@ -235,9 +235,8 @@ def capture(
             if (captured := _again(attempt)) is not None:
                 return captured
             raise
-    except UserError as error:
-        # The frames within torch.export say nothing that the message does not.
-        raise error.with_traceback(None) from error.__cause__
+    except UserError:
+        raise
     except Exception as error:
         raise _export_refusal(error, structure.module) from error
 
