@@ -10,8 +10,8 @@ import optax
 import jaxtrain
 from benchmarks.job import Job
 from jaxtrain.cpu.products import cpu_products
+from jaxtrain.passes import policy, unroll
 from jaxtrain.step import dynamic_loss_scale, validated
-from jaxtrain.transforms import policy, unroll
 from parity.case import Case
 from parity.oracle.in_jax import in_float64
 

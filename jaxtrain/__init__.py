@@ -10,7 +10,8 @@ The map of the package. Each line may import only from the lines above it (`test
     folder_files            files of a folder that may come from somebody else: no links followed
     compilation             compilation without the persistent cache
     threefry                random bits by operations that any kernel has
-    transforms              function to function by its jaxpr: precision, remat, unroll, hooks
+    program                 a JAX program as a value: its equations, and functions that rewrite them
+    passes                  rewrites of programs: precision, fp8, remat, meshes, what XLA compiles better
     cpu                     what exists for XLA:CPU alone: products, workspace, host memory
     step                    the algorithm: train_step, state, accumulation, loss scale, clipping, EMA
     optim                   PyTorch's optimizers, parameter groups and schedules
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from jaxtrain.cpu.host_memory import keep_host_memory
     from jaxtrain.errors import UserError
     from jaxtrain.optim import EffectiveBatch
+    from jaxtrain.passes import Fp8, Policy, autocast, autocast_disabled, block, hook, kernel
     from jaxtrain.run import Audio, Image, Initial, Predictions, Recipe, Table, Task, Text
     from jaxtrain.runner import fit
     from jaxtrain.step import (
@@ -57,7 +59,6 @@ if TYPE_CHECKING:
         train_step,
     )
     from jaxtrain.torch_import import ImportedModel, SavedModel, from_torch, load_imported
-    from jaxtrain.transforms import Fp8, Policy, autocast, autocast_disabled, block, hook, kernel
 
 __version__ = "0.1.0"
 
@@ -109,7 +110,7 @@ _MODULES = {
         *("static_loss_scale", "train_step"),
     ),
     "torch_import": ("ImportedModel", "SavedModel", "from_torch", "load_imported"),
-    "transforms": ("Fp8", "Policy", "autocast", "autocast_disabled", "block", "hook", "kernel"),
+    "passes": ("Fp8", "Policy", "autocast", "autocast_disabled", "block", "hook", "kernel"),
 }
 
 

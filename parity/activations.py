@@ -15,18 +15,10 @@ import torch
 from jax.extend.core import JaxprEqn
 from torch.utils._pytree import tree_leaves
 
+from jaxtrain.passes import KERNEL, policy
+from jaxtrain.program.equations import APPLICATIONS, called_jaxpr, is_call
+from jaxtrain.program.rewrite import Run, bind, evaluate_inner, transform, unroll_scan
 from jaxtrain.step import micro_batch_key, validated
-from jaxtrain.transforms import KERNEL, policy
-from jaxtrain.transforms.jaxpr import (
-    APPLICATIONS,
-    Run,
-    bind,
-    called_jaxpr,
-    evaluate_inner,
-    is_call,
-    transform,
-    unroll_scan,
-)
 from parity import jax_side, torch_side
 from parity.bars import FIRST_BAR, RATIO_BAR
 from parity.case import Case

@@ -12,7 +12,8 @@ import jaxtrain
 
 HARNESS = (
     *(Path(__file__).parent, Path(__file__).parent / "oracle"),
-    Path(jaxtrain.__file__).parent / "transforms",
+    Path(jaxtrain.__file__).parent / "passes",
+    Path(jaxtrain.__file__).parent / "program",
 )
 
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))

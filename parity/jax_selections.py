@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from jaxtrain import losses
-from jaxtrain.transforms.jaxpr import make_jaxpr
+from jaxtrain.program.rewrite import make_jaxpr
 from parity import jax_side
 from parity.case import Batch, Case
 from parity.jax_lines import libraries

@@ -12,10 +12,10 @@ import optax
 
 import jaxtrain
 from jaxtrain.interop import leaves
+from jaxtrain.passes import Policy, policy
 from jaxtrain.paths import path_name
 from jaxtrain.step import TrainStep, as_complex, current_scale
 from jaxtrain.torch_import import refuse_beyond_int32
-from jaxtrain.transforms import Policy, policy
 from parity.case import Case
 from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64, rounding_errors

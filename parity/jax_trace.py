@@ -20,10 +20,11 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 import jaxtrain
 from jaxtrain.interop import LAYER
+from jaxtrain.passes import hook
 from jaxtrain.paths import path_name
-from jaxtrain.transforms import hook
-from jaxtrain.transforms.jaxpr import APPLICATIONS, Run, bind, called_jaxpr, evaluate_inner, interpret, unroll_scan
-from jaxtrain.transforms.jaxpr import scan_sizes as scan_sizes
+from jaxtrain.program.equations import APPLICATIONS, called_jaxpr
+from jaxtrain.program.equations import scan_sizes as scan_sizes
+from jaxtrain.program.rewrite import Run, bind, evaluate_inner, interpret, unroll_scan
 from parity import jax_side
 from parity.case import Case
 from parity.fingerprint import NOISE, Fingerprint, Sources, Trace, fingerprint

@@ -17,18 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import drawn_mask, draws_mask
+from jaxtrain.program.equations import APPLICATIONS, called_jaxpr, inner_jaxprs, is_call
+from jaxtrain.program.rewrite import Run, bind, evaluate_inner, transform, unroll_scan
 from jaxtrain.step import LossFn, micro_batch_key, validated
-from jaxtrain.transforms.jaxpr import (
-    APPLICATIONS,
-    Run,
-    bind,
-    called_jaxpr,
-    evaluate_inner,
-    inner_jaxprs,
-    is_call,
-    transform,
-    unroll_scan,
-)
 from parity.case import Case
 from parity.jax_lines import line_of
 from parity.jax_side import arrays

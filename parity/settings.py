@@ -76,7 +76,7 @@ def left_out(case: Case, settings: Settings) -> tuple[str, ...]:
 def validate(case: Case, precision: str, settings: Settings) -> None:
     """Raise `UserError` for the first setting that does not fit the case."""
     from jaxtrain.errors import UserError
-    from jaxtrain.transforms import remat as rematerialise
+    from jaxtrain.passes import remat as rematerialise
 
     k, rows = settings.accumulate, case.rows
     if precision not in PRECISIONS:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from jaxtrain.transforms import Fp8
+from jaxtrain.passes import Fp8
 
 FORMATS = torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2
 """Of a layer's input, its weight and the gradient of its output: `Format.HYBRID`."""

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import TorchParam
-from jaxtrain.transforms import policy
+from jaxtrain.passes import policy
 from parity import torch_delayed
 from parity.case import Case
 from parity.settings import fp8_policy

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import jaxtrain
+from jaxtrain import passes
 
 ROOT = Path(__file__).parents[1]
 # The order, from the leaves to the commands; `jaxtrain/__init__.py` and CONTRIBUTING.md list the same one.
@@ -23,7 +24,8 @@ ORDER = (
         "folder_files",
         "compilation",
         "threefry",
-        "transforms",
+        "program",
+        "passes",
         "cpu",
         "step",
         "optim",
@@ -104,6 +106,22 @@ def test_a_package_imports_only_those_above_it(package: str) -> None:
         for line, module, name in imports(file)
         if {package_of(module), name if module == "jaxtrain" else ""} & below
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_folder_of_passes_imports_only_those_above_it() -> None:
+    order = re.findall(r"^(\w+) {2,}", passes.__doc__ or "", re.MULTILINE)
+    rooms = {path.stem for path in (ROOT / "jaxtrain" / "passes").iterdir() if not path.name.startswith("__")}
+    assert {*order} == rooms
+    wrong = []
+    for file in FILES:
+        if file.parts[:2] == ("jaxtrain", "passes") and file.name != "__init__.py":
+            below = order[order.index(Path(file.parts[2]).stem) + 1 :]
+            wrong += [
+                f"{file}:{line} imports {module}"
+                for line, module, name in imports(file)
+                if module.startswith("jaxtrain.passes") and {*module.split(".")[2:3], name} & {*below}
+            ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -26,7 +26,7 @@ DISTRIBUTIONS = {
     "xla": "jax",
 }
 # Packages of jaxtrain that need only the base install; the others name the extra that they need.
-BASE = ("errors", "fields", "paths", "transforms", "cpu", "step", "optim", "losses", "cost")
+BASE = ("errors", "fields", "paths", "program", "passes", "cpu", "step", "optim", "losses", "cost")
 
 
 def declared(*extras: str) -> set[str]:

@@ -12,7 +12,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxtrain.transforms.jaxpr import inner_jaxprs, make_jaxpr
+from jaxtrain.program.equations import inner_jaxprs
+from jaxtrain.program.rewrite import make_jaxpr
 
 _ATTENTION = {"fused_attention": 2, "fused_attention_backward": 4}
 """Products in the formula of each primitive of fused attention."""

@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxtrain.cost.data_sheets import Ceilings
 from jaxtrain.cost.flops import equation_flops
-from jaxtrain.transforms.jaxpr import inner_jaxprs
+from jaxtrain.program.equations import inner_jaxprs
 
 FUSED = 8
 """Elementwise results fused into one kernel, which writes one of them to memory."""

@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxtrain.transforms import jaxpr
+from jaxtrain.program import rewrite
 
 FEW_POSITIONS = 16
 """Up to this number of positions a product is faster for any kernel; with more, it is if taps outnumber positions."""
@@ -52,7 +52,7 @@ def cpu_products(fn: Callable[..., Any], platform: str | None = None) -> Callabl
     True
     """
 
-    def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+    def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         del run
         if eqn.primitive.name == "conv_general_dilated" and _is_small(eqn):
             return [_convolve_as_product(eqn, *args)]
@@ -77,16 +77,16 @@ def loop_convolutions(fn: Callable[..., Any], platform: str | None = None) -> Ca
     True
     """
 
-    def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+    def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         del run
         return [_convolve_channels_last(eqn, *args)] if eqn.primitive.name == "conv_general_dilated" else None
 
     return _on_a_cpu(fn, rule, platform)
 
 
-def _on_a_cpu(fn: Callable[..., Any], rule: jaxpr.Rule, platform: str | None) -> Callable[..., Any]:
+def _on_a_cpu(fn: Callable[..., Any], rule: rewrite.Rule, platform: str | None) -> Callable[..., Any]:
     """Apply `rule` to `fn` if it is compiled for a CPU."""
-    rewritten = jaxpr.transform(fn, rule)
+    rewritten = rewrite.transform(fn, rule)
 
     @functools.wraps(fn)
     def dispatch(*args: Any, **kwargs: Any) -> Any:

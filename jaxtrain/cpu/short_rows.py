@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxtrain.transforms import jaxpr
+from jaxtrain.program import rewrite
 
 SHORT, FEW = 16, 2**12
 """Elements of a row that is short, and of an array that is too small to be worth it."""
@@ -53,7 +53,7 @@ def as_vectors(fn: Callable[..., Any], zero: jax.Array, platform: str | None = N
         is_on_a_cpu = (platform or jax.default_backend()) == "cpu"
         if not is_on_a_cpu or not any(map(_has_short_rows, jax.tree.leaves(args))):
             return fn(*args)
-        return _separated(jaxpr.transform(fn, _on_vectors)(*_separated(args, zero)), zero)
+        return _separated(rewrite.transform(fn, _on_vectors)(*_separated(args, zero)), zero)
 
     return call
 
@@ -77,13 +77,13 @@ def _separated(tree: Any, zero: jax.Array) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _on_vectors(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+def _on_vectors(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
     """Rewrite elementwise operations on arrays with short rows, and sums of all their elements."""
     del run
     name = eqn.primitive.name
     out: Any = eqn.outvars[0].aval if eqn.outvars else None
     if name in _ELEMENTWISE and _has_short_rows(out):
-        (result,) = jaxpr.bind(eqn, [x.reshape(-1) if jnp.ndim(x) else x for x in args])
+        (result,) = rewrite.bind(eqn, [x.reshape(-1) if jnp.ndim(x) else x for x in args])
         return [result.reshape(out.shape)]
     if name == "broadcast_in_dim" and not jnp.ndim(args[0]) and _has_short_rows(out):
         return [lax.broadcast(args[0], (math.prod(out.shape),)).reshape(out.shape)]

@@ -216,7 +216,7 @@ def internals() -> Iterator[Finding]:
     """Check that JAX still has the private names that this package uses."""
     import jax
 
-    from jaxtrain.transforms.jax_internals import INTERNALS, missing_internals
+    from jaxtrain.program.internals import INTERNALS, missing_internals
 
     missing = missing_internals()
     if missing:

@@ -23,8 +23,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jaxtrain.transforms import jaxpr
-from jaxtrain.transforms.jaxpr import Run, bind, cast_like, evaluate_inner, interpret
+from jaxtrain.program import equations, rewrite
+from jaxtrain.program.rewrite import Run, bind, cast_like, evaluate_inner, interpret
 
 # Computed outside JAX in the dtypes they declare, or defined on the bits of a number: not lifted to float64.
 _AS_TRACED = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call", "bitcast_convert_type"})
@@ -150,10 +150,10 @@ class NonfiniteTracer:
 
     def _rule(self, eqn: JaxprEqn, args: list[Any], run: Run) -> list[TracedValue]:
         inputs, name = [self._traced(x) for x in args], eqn.primitive.name
-        if name in jaxpr.APPLICATIONS:
+        if name in equations.APPLICATIONS:
             self._calls.append((eqn.params.get("name", ""), self._line(eqn)))
             try:
-                return evaluate_inner(jaxpr.called_jaxpr(eqn), inputs, run)
+                return evaluate_inner(equations.called_jaxpr(eqn), inputs, run)
             finally:
                 self._calls.pop()
         if name == "scan":
@@ -182,7 +182,7 @@ class NonfiniteTracer:
 
     def _scan(self, eqn: JaxprEqn, args: list[TracedValue], run: Run) -> list[TracedValue]:
         body, length = eqn.params["jaxpr"], eqn.params["length"]
-        n_consts, n_carry = jaxpr.scan_sizes(eqn)
+        n_consts, n_carry = equations.scan_sizes(eqn)
         consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
         ys: list[list[TracedValue]] = [[]] * length
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
@@ -300,7 +300,7 @@ def _stack(slices: Sequence[TracedValue]) -> TracedValue:
 @functools.cache
 def _is_user_file(file: str) -> bool:
     path = Path(file)
-    machinery: Collection[Path] = (Path(jaxpr.__file__), Path(__file__))
+    machinery: Collection[Path] = (Path(rewrite.__file__), Path(__file__))
     return path.is_absolute() and path not in machinery and not any(path.is_relative_to(part) for part in _LIBRARIES)
 
 

@@ -12,12 +12,13 @@ from jaxtrain.distributed.ring import Attention, is_ring, ring_attention
 from jaxtrain.models.attention import FORWARD, cudnn
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.primitives import fused_attention
-from jaxtrain.transforms import jaxpr, low_operation
+from jaxtrain.passes import low_operation
+from jaxtrain.program import equations
 
 
 def find_attention(eqn: JaxprEqn) -> tuple[Options, tuple[str, ...]] | None:
     """Return the options of long attention, and the names of its operands; None for every other operation."""
-    traced = jaxpr.inner_jaxprs(eqn) if eqn.primitive.name in jaxpr.CALLS else []
+    traced = equations.inner_jaxprs(eqn) if eqn.primitive.name in equations.CALLS else []
     # Attention is marked for autocast, which would compute it anew, undivided, if the mark stayed.
     if len(traced) != 1 or len(traced[0].eqns) != 1 or traced[0].eqns[0].primitive.name != "custom_vjp_call":
         return None

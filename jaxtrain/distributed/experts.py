@@ -12,7 +12,7 @@ from jaxtrain.distributed.constraints import ShardingConstraints
 from jaxtrain.distributed.exchange import Exchange
 from jaxtrain.distributed.mesh import EXPERT, TENSOR
 from jaxtrain.models.routed_experts import Experts, compute_sorted, in_order, sort_by_expert
-from jaxtrain.transforms import low_operation
+from jaxtrain.passes import low_operation
 
 
 @functools.cache

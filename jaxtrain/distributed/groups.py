@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.mesh import DATA, DCN, EXPERT, FSDP, PIPELINE, ROWS, ROWS_OF_HEAD
 from jaxtrain.distributed.sharding import Rules, automatic_spec, divide_over, mesh_axes, param_shardings, replicate_over
-from jaxtrain.transforms import Groups
+from jaxtrain.passes import Groups
 
 
 def row_groups(mesh: Mesh, rules: Rules | None, gradient_sums: str) -> Groups | None:

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.distributed.mesh import PIPELINE, ROWS, ROWS_OF_HEAD
 from jaxtrain.distributed.sharding import Rules
 from jaxtrain.errors import UserError
+from jaxtrain.passes import Stages
 from jaxtrain.step import StepParts, scales_blocks
-from jaxtrain.transforms import Stages
 
 
 def pipeline_stages(mesh: Mesh, chunks: int) -> Stages | None:

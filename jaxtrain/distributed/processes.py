@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxtrain.errors import RunFailed, UserError
-from jaxtrain.transforms import jax_internals
+from jaxtrain.program import internals
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ _FOREVER_MS = 2**31 - 1  # milliseconds; if the other process dies, the runtime 
 # Errors of XLA's collectives when the other end of a connection is gone.
 _BROKEN = re.compile("Gloo|NCCL")
 _turns = itertools.count()
-_runtime: Any = getattr(jax_internals.distributed, "global_state", None)
+_runtime: Any = getattr(internals.distributed, "global_state", None)
 
 
 def count() -> int:

@@ -25,7 +25,9 @@ from jaxtrain.distributed.tables import Tables
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import is_long
 from jaxtrain.models.routed_experts import find_routed_experts
-from jaxtrain.transforms import BLOCK, UnmergeRows, jaxpr, precision
+from jaxtrain.passes import BLOCK, UnmergeRows
+from jaxtrain.passes.numerics import autocast as precision
+from jaxtrain.program import equations, rewrite
 
 
 def constrain_shardings(
@@ -75,19 +77,19 @@ def constrain_shardings(
             tables, unmerge_rows = Tables(weights, constraints), UnmergeRows()
             on_gpu = _is_on_gpu(mesh)
 
-            def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
-                if jaxpr.is_call(eqn, BLOCK):
+            def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
+                if equations.is_call(eqn, BLOCK):
                     # The first axis of weights may have the same size as the batch.
                     own = [id(v) in layers or id(x) in weights for v, x in zip(eqn.invars, args, strict=True)]
                     args = [x if of_layer else constraints(x) for x, of_layer in zip(args, own, strict=True)]
-                    return [constraints(y) for y in jaxpr.HIGHER_ORDER["jit"](eqn, args, run)]
+                    return [constraints(y) for y in rewrite.HIGHER_ORDER["jit"](eqn, args, run)]
                 if (experts := find_routed_experts(eqn)) is not None and constraints.token_spec(args[0]) is not None:
                     return [divided_experts(experts, constraints, on_gpu)(*args)]
                 if (outs := tables(eqn, args)) is not None:
                     return outs
                 if (product := tables.product(eqn, args)) is not None:
                     outs = unmerge_rows(*product, run) if constraints.lengths else None
-                    return jaxpr.bind(*product) if outs is None else outs
+                    return rewrite.bind(*product) if outs is None else outs
                 long = find_attention(eqn)
                 if long is not None and constraints.lengths:
                     return [divided_attention(*long, constraints, on_gpu)(*args)]
@@ -95,18 +97,18 @@ def constrain_shardings(
                     # XLA would divide the heads by a part of an axis, which no `custom_partitioning` can express.
                     if constraints.lengths or constraints.shares_heads(args):
                         return constraints.run_fused(
-                            lambda *x: jaxpr.HIGHER_ORDER["jit"](eqn, [*x], _evaluate_unchanged), args
+                            lambda *x: rewrite.HIGHER_ORDER["jit"](eqn, [*x], _evaluate_unchanged), args
                         )
                     return None
                 if not constraints.lengths:
                     return None
                 if eqn.primitive.name == "reduce_max":
-                    return jaxpr.bind(eqn, [constraints.constrain_scores(args[0], eqn.params["axes"])])
+                    return rewrite.bind(eqn, [constraints.constrain_scores(args[0], eqn.params["axes"])])
                 return unmerge_rows(eqn, args, run)
 
-            return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
+            return rewrite.interpret(closed.jaxpr, closed.consts, leaves, rule)
 
-        return jaxpr.retrace(compute, evaluate)(params, batch, *rest)
+        return rewrite.retrace(compute, evaluate)(params, batch, *rest)
 
     return constrained
 
@@ -137,15 +139,15 @@ def _is_short_attention(eqn: JaxprEqn, args: Sequence[Any]) -> bool:
 
 
 def _evaluate_unchanged(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    return jaxpr.interpret(traced, consts, args, lambda eqn, args, run: None)
+    return rewrite.interpret(traced, consts, args, lambda eqn, args, run: None)
 
 
 def _scanned_variables(traced: Jaxpr) -> Iterator[Any]:
     """Yield the variables that scans pass to each iteration: in a model, the weights of one layer."""
     for eqn in traced.eqns:
-        for inner in jaxpr.inner_jaxprs(eqn):
+        for inner in equations.inner_jaxprs(eqn):
             if eqn.primitive.name == "scan":
-                yield from inner.invars[sum(jaxpr.scan_sizes(eqn)) :]
+                yield from inner.invars[sum(equations.scan_sizes(eqn)) :]
             yield from _scanned_variables(inner)
 
 
@@ -162,9 +164,9 @@ def _lengths(traced: Jaxpr, count: int | None) -> frozenset[int]:
 
 def _block_outputs(traced: Jaxpr) -> Iterator[Any]:
     for eqn in traced.eqns:
-        if jaxpr.is_call(eqn, BLOCK):
+        if equations.is_call(eqn, BLOCK):
             yield from eqn.outvars
-        for inner in jaxpr.inner_jaxprs(eqn):
+        for inner in equations.inner_jaxprs(eqn):
             yield from _block_outputs(inner)
 
 

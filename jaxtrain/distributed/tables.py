@@ -17,11 +17,12 @@ from jax.sharding import NamedSharding
 from jaxtrain.distributed.constraints import ShardingConstraints
 from jaxtrain.distributed.mesh import FSDP
 from jaxtrain.distributed.sharding import replicate_over
-from jaxtrain.transforms import DIVIDED_LOOKUP, jaxpr
+from jaxtrain.passes import DIVIDED_LOOKUP
+from jaxtrain.program import rewrite
 
 
 class Tables:
-    """Rules for one evaluation of a program by `jaxtrain.transforms.jaxpr`.
+    """Rules for one evaluation of a program by `jaxtrain.program.rewrite`.
 
     Args:
       weights: The sharding of every parameter by the id of its value.
@@ -40,7 +41,7 @@ class Tables:
         if eqn.primitive.name == "gather":
             return [self._constraints.constrain_tokens(self._lookup(eqn, args))]
         if eqn.primitive.name == "transpose" and eqn.params["permutation"] == (1, 0):
-            (out,) = jaxpr.bind(eqn, args)
+            (out,) = rewrite.bind(eqn, args)
             self._transposed[id(out)] = out, args[0]
             return [out]
         return None
@@ -63,11 +64,11 @@ class Tables:
 
             def lookup(table: Any, indices: Any) -> Any:
                 # Every device looks up its columns of the rows of all of fsdp; the devices exchange columns for rows.
-                (columns,) = jaxpr.bind(eqn, [table, self._constraints.replicate_over_fsdp(indices)])
+                (columns,) = rewrite.bind(eqn, [table, self._constraints.replicate_over_fsdp(indices)])
                 return self._constraints(self._constraints.replicate_over_fsdp(columns, {columns.ndim - 1: FSDP}))
 
             lookup.__name__ = DIVIDED_LOOKUP
             return jax.jit(lookup)(table, indices)
         # Gather rows from the replicated table: the mesh axis fsdp shards its width and the rows.
-        (rows,) = jaxpr.bind(eqn, [lax.with_sharding_constraint(table, replicate_over(sharding, (FSDP,))), indices])
+        (rows,) = rewrite.bind(eqn, [lax.with_sharding_constraint(table, replicate_over(sharding, (FSDP,))), indices])
         return rows

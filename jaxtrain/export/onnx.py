@@ -25,7 +25,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.export.onnx_graph import IR_VERSION, OPSET, Graph, Value, constant, element_type
 from jaxtrain.export.onnx_operators import OPERATORS, unsupported
 from jaxtrain.models.attention import FORWARD, as_formula
-from jaxtrain.transforms.jaxpr import APPLICATIONS, bind, called_jaxpr, make_jaxpr, scan_sizes
+from jaxtrain.program.equations import APPLICATIONS, called_jaxpr, scan_sizes
+from jaxtrain.program.rewrite import bind, make_jaxpr
 
 MAX_BYTES = 2**31 - 1
 """Largest size of a protobuf, and so of an ONNX file."""

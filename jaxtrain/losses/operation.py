@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.transforms import LOSS, autocast_disabled, widen
+from jaxtrain.passes import LOSS, autocast_disabled, widen
 
 P = ParamSpec("P")
 

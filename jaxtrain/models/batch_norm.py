@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
-from jaxtrain.transforms import kernel
+from jaxtrain.passes import kernel
 
 M = TypeVar("M", bound=nnx.Module)
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.interop import LINEAR, TorchParam
 from jaxtrain.models.attention import attention
 from jaxtrain.models.linear import Linear
-from jaxtrain.transforms import block, kernel
+from jaxtrain.passes import block, kernel
 
 Key = jax.Array | None
 

@@ -11,8 +11,8 @@ from jax.interpreters import partial_eval
 
 from jaxtrain.errors import UserError, user_facing, warn_user
 from jaxtrain.paths import path_name
+from jaxtrain.program.rewrite import make_jaxpr
 from jaxtrain.step import LossFn
-from jaxtrain.transforms.jaxpr import make_jaxpr
 
 CACHE = "cache"
 """linen's collection of what decoding keeps."""

@@ -26,7 +26,7 @@ from jaxtrain.models.dropout import dropout as _dropout
 from jaxtrain.models.hf_config import fields_from_hf, require
 from jaxtrain.models.layer_norm import LayerNorm
 from jaxtrain.models.linear import Linear, product
-from jaxtrain.transforms import block, kernel
+from jaxtrain.passes import block, kernel
 
 _gelu = kernel(partial(jax.nn.gelu, approximate=True))
 

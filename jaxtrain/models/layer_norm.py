@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxtrain.transforms import recomputed
+from jaxtrain.passes import recomputed
 
 
 class LayerNorm(nnx.Module):

@@ -26,8 +26,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.errors import UserError
 from jaxtrain.models.dropout import dropout
 from jaxtrain.models.parameter_forms import KernelForm, Product, array_of, evaluate, is_form
+from jaxtrain.passes import autocast_disabled
 from jaxtrain.paths import path_name
-from jaxtrain.transforms import autocast_disabled
 
 
 @dataclass(frozen=True)

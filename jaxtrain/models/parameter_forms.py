@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from jaxtrain.transforms import biased_products, jaxpr
+from jaxtrain.passes import biased_products
+from jaxtrain.program import equations, rewrite
 
 # Calls that pass their arguments one by one, so that a form reaches the body.
 _CALLS = frozenset({"jit", "pjit", "remat2", "checkpoint"})
@@ -36,7 +37,7 @@ class Product(NamedTuple):
         """Multiply by the kernel, an array or a form without an addition, in the equation's layout."""
         if isinstance(kernel, KernelForm):
             return kernel.product(self, x)[0]
-        (product,) = jaxpr.bind(self.eqn, [x, kernel])
+        (product,) = rewrite.bind(self.eqn, [x, kernel])
         return product
 
     def by(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -193,9 +194,9 @@ def evaluate(apply: Callable[[Any], Any], params: Any, forms: Any) -> Any:
 
     def evaluate_traced(closed: ClosedJaxpr, _: list[Any]) -> list[Any]:
         leaves = jax.tree.leaves(forms, is_leaf=is_form)
-        return [*map(array_of, jaxpr.interpret(closed.jaxpr, closed.consts, leaves, _Rule(closed)))]
+        return [*map(array_of, rewrite.interpret(closed.jaxpr, closed.consts, leaves, _Rule(closed)))]
 
-    return jaxpr.retrace(apply, evaluate_traced)(like)
+    return rewrite.retrace(apply, evaluate_traced)(like)
 
 
 def accepts_forms(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,22 +225,22 @@ class _Rule:
         self.totals = dict(_biased(closed.jaxpr))
         self.pending: dict[Var, Any] = {}
 
-    def __call__(self, eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+    def __call__(self, eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         if eqn.outvars and eqn.outvars[0] in self.pending:
-            (total,) = jaxpr.bind(eqn, args)
+            (total,) = rewrite.bind(eqn, args)
             return [total + self.pending.pop(eqn.outvars[0]).astype(total.dtype)]
         if not any(map(is_form, args)):
             return None
         name = eqn.primitive.name
         if name in _CALLS:
-            return jaxpr.HIGHER_ORDER[name](eqn, args, run)
+            return rewrite.HIGHER_ORDER[name](eqn, args, run)
         if name == "scan":
-            n_consts, n_carry = jaxpr.scan_sizes(eqn)
+            n_consts, n_carry = equations.scan_sizes(eqn)
             carry = map(array_of, args[n_consts : n_consts + n_carry])
-            return jaxpr.HIGHER_ORDER[name](eqn, [*args[:n_consts], *carry, *args[n_consts + n_carry :]], run)
+            return rewrite.HIGHER_ORDER[name](eqn, [*args[:n_consts], *carry, *args[n_consts + n_carry :]], run)
         if name == "while":
             n_consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-            return jaxpr.HIGHER_ORDER[name](eqn, [*args[:n_consts], *map(array_of, args[n_consts:])], run)
+            return rewrite.HIGHER_ORDER[name](eqn, [*args[:n_consts], *map(array_of, args[n_consts:])], run)
         if name == "transpose" and isinstance(args[0], KernelForm) and eqn.params["permutation"] == (1, 0):
             return [args[0].transpose()]
         if name == "convert_element_type" and isinstance(args[0], KernelForm) and _is_floating(eqn):
@@ -264,10 +265,10 @@ def _is_floating(eqn: JaxprEqn) -> bool:
     return bool(jnp.issubdtype(eqn.params["new_dtype"], np.floating))
 
 
-def _evaluated_with_arrays(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:
+def _evaluated_with_arrays(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
     args = [*map(array_of, args)]
-    rebuild = jaxpr.HIGHER_ORDER.get(eqn.primitive.name)
-    return list(jaxpr.bind(eqn, args) if rebuild is None else rebuild(eqn, args, run))
+    rebuild = rewrite.HIGHER_ORDER.get(eqn.primitive.name)
+    return list(rewrite.bind(eqn, args) if rebuild is None else rebuild(eqn, args, run))
 
 
 def _biased(traced: Jaxpr) -> Iterator[tuple[Var, Var]]:
@@ -282,7 +283,7 @@ def _biased(traced: Jaxpr) -> Iterator[tuple[Var, Var]]:
 def _equations(traced: Jaxpr) -> Iterator[JaxprEqn]:
     for eqn in traced.eqns:
         yield eqn
-        for inner in jaxpr.inner_jaxprs(eqn):
+        for inner in equations.inner_jaxprs(eqn):
             yield from _equations(inner)
 
 

@@ -19,7 +19,7 @@ from jaxtrain.interop import CONV, LINEAR, NameTable, TorchParam
 from jaxtrain.models.batch_norm import BatchNorm, running_statistics
 from jaxtrain.models.convolution import conv, max_pool
 from jaxtrain.models.hf_config import fields_from_hf, labels_from_hf, labels_to_hf, require
-from jaxtrain.transforms import block
+from jaxtrain.passes import block
 
 REDUCTION = 4
 """Ratio of the width of a bottleneck layer to that of its 3×3 convolution."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxtrain.transforms import jaxpr
+from jaxtrain.program import equations, rewrite
 
 Experts = Callable[..., jax.Array]
 """Applies experts to tokens [N, width] sorted by expert: `experts(tokens, group_sizes, *params) -> [N, width]`."""
@@ -45,13 +45,13 @@ def routed_experts(experts: Experts, x: jax.Array, chosen: jax.Array, *params: j
       >>> routed_experts(linear, x, jnp.array([[1], [0]]), kernel).ravel().tolist()
       [100.0, 20.0]
     """
-    out: jax.Array = jaxpr.jit_once(experts, _marked)(x, chosen, *params)
+    out: jax.Array = rewrite.jit_once(experts, _marked)(x, chosen, *params)
     return out
 
 
 def find_routed_experts(eqn: JaxprEqn) -> Experts | None:
     """Return the experts of an equation of `routed_experts`; None for any other equation."""
-    return jaxpr.marked_function(eqn, _NAME, _MARKED, "experts whose function")
+    return equations.marked_function(eqn, _NAME, _MARKED, "experts whose function")
 
 
 def compute_sorted(experts: Experts, x: jax.Array, chosen: jax.Array, *params: jax.Array) -> jax.Array:

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from jaxtrain.data.loader import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.losses import cross_entropy
+from jaxtrain.passes import Policy, convert_where_used, policy
 from jaxtrain.run import EvaluationSums, Task, means
 from jaxtrain.run import Predictions as ClassLogits
 from jaxtrain.step import TrainState, eval_step
-from jaxtrain.transforms import Policy, convert_where_used, policy
 
 BINS = 10
 

@@ -19,13 +19,13 @@ import jax
 from jaxtrain.cost import Ceilings, Communication, communication, equation_flops, estimate_seconds
 from jaxtrain.distributed import AXES, DATA, PIPELINE, data_parallel_size, make_mesh, parse_mesh, run_mesh_sizes
 from jaxtrain.errors import UserError
+from jaxtrain.passes import Schedule
 from jaxtrain.paths import partition
 from jaxtrain.planning.candidate import abstract_state, peak_bytes, trace_step
 from jaxtrain.planning.gathered_params import gathered_bytes
 from jaxtrain.planning.gradient_sums import GradientSums, gradient_sums
 from jaxtrain.run import Recipe, abstract_batch
 from jaxtrain.runner import training_step
-from jaxtrain.transforms import Schedule
 
 MAX_DEVICES = 1024
 """Number of devices of the largest mesh that `plan` compiles for."""

@@ -13,7 +13,7 @@ from jaxtrain.cost import LIBRARIES, Ceilings, estimate_seconds, short_path
 from jaxtrain.profile.kinds import kind_of_opcodes
 from jaxtrain.profile.program import ATTENTION
 from jaxtrain.profile.trace import Row, Span, table_rows
-from jaxtrain.transforms.jaxpr import inner_jaxprs
+from jaxtrain.program.equations import inner_jaxprs
 
 # XLA's opcodes of primitives with another name that are not elementwise.
 _OPCODES = {

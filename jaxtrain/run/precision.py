@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from jaxtrain.errors import UserError
+from jaxtrain.passes import Policy, policy
 from jaxtrain.paths import Matching
 from jaxtrain.run.recipe import Recipe
-from jaxtrain.transforms import Policy, policy
 
 
 def run_policy(recipe: Recipe) -> Policy:

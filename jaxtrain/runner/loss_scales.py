@@ -8,9 +8,9 @@ import jax
 import optax
 
 from jaxtrain.optim import Call, build_expression, parse_expression
+from jaxtrain.passes import count_blocks, require_blocks
 from jaxtrain.run import Recipe, Task, abstract_batch
 from jaxtrain.step import dynamic_loss_scale, per_layer_loss_scale, static_loss_scale, validated
-from jaxtrain.transforms import count_blocks, require_blocks
 
 SCALES: dict[str, Callable[..., optax.GradientTransformation]] = {
     "dynamic_loss_scale": dynamic_loss_scale,

@@ -20,6 +20,7 @@ from jaxtrain.distributed import PIPELINE, data_parallel_size, parse_mesh, run_d
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief, type_errors
 from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, build_expression
+from jaxtrain.passes import Schedule, format_uses, kernel_uses, remat
 from jaxtrain.paths import Matching, path_name
 from jaxtrain.run import Recipe, Task, is_reference, run_policy
 from jaxtrain.run_folder import RunFolder, default_folder, read_config
@@ -32,7 +33,6 @@ from jaxtrain.runner.optimizer import (
     schedule_call,
 )
 from jaxtrain.step import CompilerOptions, TrainState, validated
-from jaxtrain.transforms import Schedule, format_uses, kernel_uses, remat
 
 _MAY_BE_ZERO = {"watch_precision", "warmup_steps", "seed", "allow_recompile", "keep_best", "workers"}
 _OF_RUN = {field.name for field in dataclasses.fields(Recipe)}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.errors import user_facing
+from jaxtrain.passes import Hook, Policy, policy
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step.accumulate import WindowSchedule
 from jaxtrain.step.arithmetic import optimizer_in_float32
@@ -27,7 +28,6 @@ from jaxtrain.step.retrace import limit_recompilation
 from jaxtrain.step.state import TrainState, materialize, require_present
 from jaxtrain.step.step import Metrics, Step, batch_step, init_state
 from jaxtrain.step.streaming import flush, micro_step
-from jaxtrain.transforms import Hook, Policy, policy
 
 
 class TrainStep:
@@ -227,7 +227,7 @@ def train_step(
       ema: Decay in [0, 1) of a moving average of the parameters, updated with every applied update. None for no
         average.
       remat: What marked blocks store for the backward pass: "none", "full", "dots", "dots_no_batch", "names:a,b" or
-        "offload:a,b" (`jaxtrain.transforms.remat`).
+        "offload:a,b" (`jaxtrain.passes.memory.remat`).
       unroll: Whether to compile the layers that the model scans over one by one: slower to compile, faster to run.
       loss_scale: A loss scaler. None for `dynamic_loss_scale()` in fp16 and no scaling otherwise.
       hooks: Functions of the gradient, by parameter path or by `checkpoint_name` of a value.

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.lib
 
-from jaxtrain.transforms import is_gpu
+from jaxtrain.program import is_gpu
 
 CompilerOptions = dict[str, Any]
 

@@ -6,10 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxtrain.cpu.products import cpu_products
-from jaxtrain.paths import Frozen, none_frozen
-from jaxtrain.step.objective import Compute, LossFn, losses_in_float32, validated
-from jaxtrain.step.probes import NO_PROBES, Probes
-from jaxtrain.transforms import (
+from jaxtrain.passes import (
     Groups,
     Hook,
     KernelCopies,
@@ -30,6 +27,9 @@ from jaxtrain.transforms import (
     used_dtypes,
     with_copies,
 )
+from jaxtrain.paths import Frozen, none_frozen
+from jaxtrain.step.objective import Compute, LossFn, losses_in_float32, validated
+from jaxtrain.step.probes import NO_PROBES, Probes
 
 
 class Copies(NamedTuple):

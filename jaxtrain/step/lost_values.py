@@ -8,7 +8,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.transforms import BASE, bounds, rounding_limits
+from jaxtrain.passes import BASE, bounds, rounding_limits
 
 ADVISED = 0.01
 """The share of the elements that are not zero from which a loss is worth advice."""

@@ -3,7 +3,7 @@
 A `Loss` of a mean and a weight above 1 trains with too small a gradient, one of integers not at all.
 
 JAX records for every traced value the operation that computed it, as `tracer.parent`. This is read, instead of tracing
-the loss a second time, and is listed in `transforms/jax_internals.py`: without it nothing is recognized.
+the loss a second time, and is listed in `program/internals.py`: without it nothing is recognized.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Gradients of a window as partial sums on a mesh: one for each group of devices, added once.
 
-They are added after the last micro-batch, or within its backward pass (`jaxtrain.transforms.window_sums`).
+They are added after the last micro-batch, or within its backward pass (`jaxtrain.passes.mesh.window_sums`).
 """
 
 from typing import Any, NamedTuple
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.passes import Groups, LastPartial, Partial
 from jaxtrain.step.accumulate import Window, add_loss, mean_of_sums, micro_batch_count
 from jaxtrain.step.nonfinite import Nonfinite, earliest, location
 from jaxtrain.step.objective import Loss
-from jaxtrain.transforms import Groups, LastPartial, Partial
 
 
 def zero_sums(trained: Any, groups: Groups) -> Any:

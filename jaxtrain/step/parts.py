@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import optax
 
+from jaxtrain.passes import Groups, Stages, Whole
 from jaxtrain.paths import Frozen
 from jaxtrain.step.accumulate import WindowSchedule
 from jaxtrain.step.loss_program import Gather, LossProgram, RowDivision
@@ -12,7 +13,6 @@ from jaxtrain.step.objective import Compute
 from jaxtrain.step.per_layer_scale import block_values
 from jaxtrain.step.probes import Probes
 from jaxtrain.step.state import TrainState
-from jaxtrain.transforms import Groups, Stages, Whole
 
 
 class StepParts(NamedTuple):

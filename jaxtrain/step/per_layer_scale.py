@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
+from jaxtrain.passes import BlockValues
 from jaxtrain.step.loss_scale import (
     BlockScales,
     PerLayerLossScaleState,
@@ -26,7 +27,6 @@ from jaxtrain.step.loss_scale import (
     unscale,
 )
 from jaxtrain.step.nonfinite import all_finite
-from jaxtrain.transforms import BlockValues
 
 _SMALLEST = 2.0**-24  # float16
 # The quotient of two scales is a float32.
@@ -69,7 +69,7 @@ def per_layer_loss_scale(
       UserError: An argument is out of range.
 
     Example:
-      >>> from jaxtrain.transforms import BlockValues
+      >>> from jaxtrain.passes import BlockValues
       >>> scaler = per_layer_loss_scale(3, init_scale=4.0)
       >>> observed = BlockValues(jnp.zeros(3), overflow=jnp.array([0.0, 1.0, 0.0]))
       >>> _, state = scaler.update(jnp.array([jnp.inf]), scaler.init(None), observed=observed)

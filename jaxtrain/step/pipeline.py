@@ -16,12 +16,12 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.errors import UserError
+from jaxtrain.passes import LayeredFunction, Stages, StoredResiduals
 from jaxtrain.step.accumulate import gradient_factor, nonzero_weight, sum_dtype
 from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.nonfinite import Nonfinite, first_nonfinite
 from jaxtrain.step.objective import Loss
 from jaxtrain.step.pipeline_head import DividedHead, Head, in_places, join, split
-from jaxtrain.transforms import LayeredFunction, Stages, StoredResiduals
 
 Results = tuple[Loss, dict[str, Loss]]
 Compute = Callable[..., Results]

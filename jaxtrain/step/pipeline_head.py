@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.passes import LayeredFunction, Stages
 from jaxtrain.step.accumulate import nonzero_weight
-from jaxtrain.transforms import LayeredFunction, Stages
 
 
 class HeadGradient(NamedTuple):

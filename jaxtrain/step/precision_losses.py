@@ -10,16 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError, user_facing
-from jaxtrain.paths import path_name
-from jaxtrain.step.accumulate import scaled_mean, split_batch
-from jaxtrain.step.build import TrainStep
-from jaxtrain.step.fitting_state import require_fitting
-from jaxtrain.step.loss_scale import current_scale
-from jaxtrain.step.lost_values import LayerLosses, Magnitudes, PrecisionLosses, layer_names
-from jaxtrain.step.parts import StepParts
-from jaxtrain.step.probes import zero_probes
-from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key
-from jaxtrain.transforms import (
+from jaxtrain.passes import (
     E4M3,
     Counter,
     Counters,
@@ -30,6 +21,15 @@ from jaxtrain.transforms import (
     gradient_format,
     zero_counters,
 )
+from jaxtrain.paths import path_name
+from jaxtrain.step.accumulate import scaled_mean, split_batch
+from jaxtrain.step.build import TrainStep
+from jaxtrain.step.fitting_state import require_fitting
+from jaxtrain.step.loss_scale import current_scale
+from jaxtrain.step.lost_values import LayerLosses, Magnitudes, PrecisionLosses, layer_names
+from jaxtrain.step.parts import StepParts
+from jaxtrain.step.probes import zero_probes
+from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key
 
 
 class PrecisionMeasurement:

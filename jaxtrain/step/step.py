@@ -17,7 +17,9 @@ from jax import lax
 from jaxtrain.cpu.products import loop_convolutions
 from jaxtrain.cpu.short_rows import as_vectors
 from jaxtrain.errors import UserError
+from jaxtrain.passes import Groups, Stages, fuse_casts, unfilled_stacks
 from jaxtrain.paths import merge, partition
+from jaxtrain.program.internals import readable_equations
 from jaxtrain.step.accumulate import (
     Window,
     add_micro_batch,
@@ -54,8 +56,6 @@ from jaxtrain.step.state import (
     rounding_key,
 )
 from jaxtrain.step.window_loop import LONGEST, scan_window
-from jaxtrain.transforms import Groups, Stages, fuse_casts, unfilled_stacks
-from jaxtrain.transforms.jaxpr import readable_equations
 
 Metrics = dict[str, jax.Array]
 Step = Callable[..., tuple[TrainState, Metrics]]

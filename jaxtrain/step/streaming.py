@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.errors import UserError
+from jaxtrain.program.internals import readable_equations
 from jaxtrain.step.accumulate import Window, add_micro_batch, mean_gradient, micro_batch_count
 from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.learning_rate import used_learning_rate
@@ -25,7 +26,6 @@ from jaxtrain.step.step import (
     weighted_means,
     window_step,
 )
-from jaxtrain.transforms.jaxpr import readable_equations
 
 Close = Callable[[TrainState], tuple[TrainState, Metrics]]
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
+from jaxtrain.passes import autocast_disabled, block, recomputed
 from jaxtrain.torch_import.gradients import gradient
 from jaxtrain.torch_import.graph import (
     COND,
@@ -26,7 +27,6 @@ from jaxtrain.torch_import.graph import (
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.ops.int64 import FLOAT64, INT64, as_int64, holds_int64, rounds
 from jaxtrain.torch_import.refusals import first_line, refusal
-from jaxtrain.transforms import autocast_disabled, block, recomputed
 
 Values = Mapping[str, Any]
 

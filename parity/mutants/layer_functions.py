@@ -13,7 +13,7 @@ from jax import lax
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from jaxtrain.transforms import autocast_disabled
+from jaxtrain.passes import autocast_disabled
 from parity.mutants.network import Call
 
 OIHW = ("NCHW", "OIHW", "NCHW")

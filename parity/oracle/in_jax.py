@@ -12,8 +12,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.errors import UserError
-from jaxtrain.transforms import jaxpr
-from jaxtrain.transforms.fp8_scales import rounded_once
+from jaxtrain.passes.fp8.scales import rounded_once
+from jaxtrain.program import equations, rewrite
 from parity.oracle.literal import written_number
 
 JAX_WIDER = {
@@ -69,7 +69,7 @@ def in_float64(fn: Callable[..., Any], errors: jax.Array | None = None) -> Calla
     def lifted(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
         return evaluate(closed if errors is None else _nudged(closed, errors), leaves)
 
-    return jaxpr.retrace(fn, lifted, _traced)
+    return rewrite.retrace(fn, lifted, _traced)
 
 
 def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
@@ -145,32 +145,32 @@ def _nudged_array(x: Any, errors: jax.Array) -> Any:
 
 
 def _run(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    outs = jaxpr.interpret(body, [*map(_wide, consts)], [*map(_wide, args)], _rule)
+    outs = rewrite.interpret(body, [*map(_wide, consts)], [*map(_wide, args)], _rule)
     return [_widened(v, x) for v, x in zip(body.outvars, outs, strict=True)]
 
 
-def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:
+def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
     del run  # unlike `_run`, it leaves literal results unchanged
     name = eqn.primitive.name
-    if jaxpr.is_call(eqn, "_bernoulli") or jaxpr.is_call(eqn, BITS):
-        return jaxpr.bind_as_traced(eqn, args)  # drawn from the bits of this precision
+    if equations.is_call(eqn, "_bernoulli") or equations.is_call(eqn, BITS):
+        return rewrite.bind_as_traced(eqn, args)  # drawn from the bits of this precision
     args = [_widened(v, x) for v, x in zip(eqn.invars, args, strict=True)]
     if name == "reduce_precision":
         return args
     if name == "bitcast_convert_type":
         if getattr(eqn.invars[0].aval, "dtype", None) in JAX_WIDER:
             _refuse(eqn, "it reads the bits of a number: compute the value instead")
-        return jaxpr.bind(eqn, args)  # random draws are made of bits and stay unchanged
+        return rewrite.bind(eqn, args)  # random draws are made of bits and stay unchanged
     if name == "custom_vjp_call" and (eqn.params["symbolic_zeros"] or eqn.params["num_consts"]):
         _refuse(eqn, "its derivative is opaque: write it without symbolic zeros, with everything it reads as arguments")
     if name in ("scan", "while", "cond"):
         # Rebuilt with the dtypes of their bodies' arguments, which must be converted first.
-        return jaxpr.HIGHER_ORDER[name](_lifted(eqn), args, _as_it_is)
-    if name in jaxpr.HIGHER_ORDER:
-        return jaxpr.HIGHER_ORDER[name](eqn, args, _run)
+        return rewrite.HIGHER_ORDER[name](_lifted(eqn), args, _as_it_is)
+    if name in rewrite.HIGHER_ORDER:
+        return rewrite.HIGHER_ORDER[name](eqn, args, _run)
     if name in DECLARED and any(_is_low(v.aval) for v in eqn.outvars):
         _refuse(eqn, "it returns the dtype that it declares: declare that of its arguments")
-    if name == jaxpr.HIJAX:
+    if name == equations.HIJAX:
         kind = type(eqn.params["_prim"]).__name__
         _refuse(eqn, f"{kind} of jax.experimental.hijax has its own dtypes: write the model without it")
     if name == "convert_element_type" and _is_8_bits(eqn.params["new_dtype"]):
@@ -178,7 +178,7 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:
         return [rounded_once(lax.convert_element_type(args[0], np.float32), eqn.params["new_dtype"])]
     if name == "dot_general":
         args = [lax.convert_element_type(x, np.float64) if _is_8_bits(x.dtype) else x for x in args]
-    return jaxpr.bind(_lifted(eqn), args)
+    return rewrite.bind(_lifted(eqn), args)
 
 
 def _is_8_bits(dtype: Any) -> bool:
@@ -186,7 +186,7 @@ def _is_8_bits(dtype: Any) -> bool:
 
 
 def _as_it_is(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    return jaxpr.interpret(body, consts, args, lambda *_: None)
+    return rewrite.interpret(body, consts, args, lambda *_: None)
 
 
 def _lifted(eqn: JaxprEqn) -> JaxprEqn:

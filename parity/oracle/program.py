@@ -9,12 +9,12 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxtrain.transforms import jaxpr
-from jaxtrain.transforms.fp8_product import NAME as FP8_PRODUCT
-from jaxtrain.transforms.fp8_product import evaluate as evaluate_fp8_product
-from jaxtrain.transforms.fp8_scales import CAST, evaluate_cast
-from jaxtrain.transforms.scaled_product import NAME as SCALED_PRODUCT
-from jaxtrain.transforms.scaled_product import evaluate as evaluate_scaled_product
+from jaxtrain.passes.fp8.product import NAME as FP8_PRODUCT
+from jaxtrain.passes.fp8.product import evaluate as evaluate_fp8_product
+from jaxtrain.passes.fp8.scaled_product import NAME as SCALED_PRODUCT
+from jaxtrain.passes.fp8.scaled_product import evaluate as evaluate_scaled_product
+from jaxtrain.passes.fp8.scales import CAST, evaluate_cast
+from jaxtrain.program import rewrite
 from parity.oracle.in_jax import BITS, evaluate, traced_in_32_bits
 
 _WRITTEN_OUT: dict[str, Callable[..., jax.Array]] = {
@@ -36,13 +36,13 @@ def program_in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
     >>> y.tolist(), y.dtype.name
     ([0.1], 'float64')
     """
-    return jaxpr.retrace(fn, evaluate, lambda fn: traced_in_32_bits(jaxpr.transform(fn, _rule)))
+    return rewrite.retrace(fn, evaluate, lambda fn: traced_in_32_bits(rewrite.transform(fn, _rule)))
 
 
-def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
     name = eqn.primitive.name
     if name in _WRITTEN_OUT:
-        return [jaxpr.transform(partial(_WRITTEN_OUT[name], **eqn.params), _rule)(*args)]
+        return [rewrite.transform(partial(_WRITTEN_OUT[name], **eqn.params), _rule)(*args)]
     if name == "bitcast_convert_type" and getattr(eqn.invars[0].aval, "dtype", None) == np.float32:
         return [_bits(args[0])]
     if name == "cond" and eqn.params.get("branches_platforms") is not None:

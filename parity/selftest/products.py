@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxtrain.transforms import policy
+from jaxtrain.passes import policy
 from parity.selftest.check_result import CheckResult, within
 
 ROUNDOFF = {"fp32": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-11}

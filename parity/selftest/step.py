@@ -9,8 +9,8 @@ import numpy as np
 import optax
 
 from jaxtrain import Loss, TrainStep, train_step
+from jaxtrain.passes import block
 from jaxtrain.step import dynamic_loss_scale
-from jaxtrain.transforms import block
 from parity.bars import FIRST_BAR
 from parity.compare import relative
 from parity.selftest.bits import describe_difference, on_host, unlike

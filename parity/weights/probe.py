@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from jax.extend.core import Jaxpr
 
+from jaxtrain.program.equations import inner_jaxprs
+from jaxtrain.program.rewrite import make_jaxpr
 from jaxtrain.step import validated
-from jaxtrain.transforms.jaxpr import inner_jaxprs, make_jaxpr
 from parity.case import Case
 from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64

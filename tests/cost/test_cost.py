@@ -10,8 +10,8 @@ from jax import lax
 import jaxtrain as jt
 from jaxtrain.cost.flops import flops
 from jaxtrain.optim import adamw
-from jaxtrain.transforms.jaxpr import inner_jaxprs
-from jaxtrain.transforms.policies import policy
+from jaxtrain.passes.policies import policy
+from jaxtrain.program.equations import inner_jaxprs
 
 WIDTH, ROWS = 192, 8
 PARAMS = jax.ShapeDtypeStruct((3, WIDTH, WIDTH), np.float32)

@@ -12,7 +12,7 @@ from jaxtrain.models import CNN, GPT2, GPT2Config, functional
 from jaxtrain.models.attention import attention
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.primitives import fused_attention
-from jaxtrain.transforms import autocast, block, remat
+from jaxtrain.passes import autocast, block, remat
 
 
 def test_flops_of_a_gpt_match_the_closed_form():

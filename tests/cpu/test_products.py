@@ -11,7 +11,7 @@ from jax import lax
 
 import jaxtrain
 from jaxtrain.cpu.products import cpu_products, loop_convolutions
-from jaxtrain.transforms.jaxpr import inner_jaxprs
+from jaxtrain.program.equations import inner_jaxprs
 
 LAYOUTS = {
     1: [("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW")],

@@ -11,8 +11,8 @@ from jaxtrain.distributed import make_mesh, memory_per_device, shard
 from jaxtrain.distributed import program as loss_program
 from jaxtrain.errors import UserError
 from jaxtrain.optim import adamw
-from jaxtrain.transforms import jaxpr
-from jaxtrain.transforms.merged_rows import UnmergeRows
+from jaxtrain.passes.mesh.merged_rows import UnmergeRows
+from jaxtrain.program import equations, rewrite
 from tests.distributed.deep import POSITIONS, ROWS, TOKENS, WIDTH, deep
 from tests.distributed.programs import RUNS, SEQUENCES, distance, train
 from tests.distributed.test_sharding_step import NEAR
@@ -93,13 +93,13 @@ def test_no_product_merges_rows_and_tokens(name):
     compute = lambda params: run.loss_fn(params, batch, jax.random.key(0))[0].total  # noqa: E731
     merged = {len(batch["tokens"]) * batch["tokens"].shape[1]}
     assert merged & first_axes(jax.make_jaxpr(compute)(params).jaxpr)
-    assert merged & first_axes(jax.make_jaxpr(jaxpr.transform(compute, UnmergeRows()))(params).jaxpr) == set()
+    assert merged & first_axes(jax.make_jaxpr(rewrite.transform(compute, UnmergeRows()))(params).jaxpr) == set()
 
 
 def first_axes(traced):
     """Return the sizes of the first axes of the first operands of all products."""
     own = {eqn.invars[0].aval.shape[0] for eqn in traced.eqns if eqn.primitive.name == "dot_general"}
-    return own.union(*(first_axes(inner) for eqn in traced.eqns for inner in jaxpr.inner_jaxprs(eqn)))
+    return own.union(*(first_axes(inner) for eqn in traced.eqns for inner in equations.inner_jaxprs(eqn)))
 
 
 def test_unmerged_products_have_the_same_results():
@@ -108,7 +108,7 @@ def test_unmerged_products_have_the_same_results():
         return (3 * y.astype(np.float32)).reshape(2, 3, 5, 1), x.reshape(6, 4).sum(0)
 
     x, w, b = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(2, 3, 4), (4, 5), (5,)]))
-    for one, other in zip(layer(x, w, b), jaxpr.transform(layer, UnmergeRows())(x, w, b), strict=True):
+    for one, other in zip(layer(x, w, b), rewrite.transform(layer, UnmergeRows())(x, w, b), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 

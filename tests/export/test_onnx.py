@@ -14,7 +14,7 @@ from jaxtrain.export.verify import Trial, verify
 from jaxtrain.interop.names import leaves, unflatten
 from jaxtrain.models import functional
 from jaxtrain.models.vit import ViT, ViTConfig
-from jaxtrain.transforms import jaxpr
+from jaxtrain.program import equations
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -170,7 +170,7 @@ def test_onnx_runtime_computes_the_outputs_of_jax(name, tmp_path):
 def primitives(jaxpr_, found):
     for eqn in jaxpr_.eqns:
         found.add(eqn.primitive.name)
-        for inner in jaxpr.inner_jaxprs(eqn):
+        for inner in equations.inner_jaxprs(eqn):
             primitives(inner, found)
     return found
 

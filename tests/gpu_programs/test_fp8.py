@@ -12,11 +12,11 @@ from jax.sharding import SingleDeviceSharding
 from benchmarks.published import Llama1B
 from jaxtrain.cost import find_target
 from jaxtrain.cost.gpu import compile_for_gpu, gpu_devices
+from jaxtrain.passes.fp8.scaled_product import scaled_product
+from jaxtrain.passes.fp8.scales import E4M3, E5M2, Quantized
 from jaxtrain.planning.candidate import abstract_batch
 from jaxtrain.planning.gpu import gpu_program
 from jaxtrain.runner import training_step
-from jaxtrain.transforms.fp8_scales import E4M3, E5M2, Quantized
-from jaxtrain.transforms.scaled_product import scaled_product
 from tests.gpu_programs.families import FAMILIES, LAYERS, VOCABULARY, WIDTH, Settings, program
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="compiling for GPUs requires the extra gpu-programs")

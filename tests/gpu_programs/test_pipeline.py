@@ -11,8 +11,8 @@ import jaxtrain
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional, gpt2
 from jaxtrain.optim import adamw
+from jaxtrain.passes import Schedule
 from jaxtrain.planning import gpu_program
-from jaxtrain.transforms import Schedule
 from tests.gpu_programs.families import HEADS, LENGTH, VOCABULARY, WIDTH
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="compiling for GPUs requires the extra gpu-programs")

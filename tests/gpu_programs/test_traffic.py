@@ -12,7 +12,7 @@ from jaxtrain.cost.gpu import compile_for_gpu, gpu_devices
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import functional
 from jaxtrain.models.layer_norm import LayerNorm
-from jaxtrain.transforms import overwrite_logits, split_products
+from jaxtrain.passes import overwrite_logits, split_products
 
 ROWS, WIDTH, CLASSES = 4096, 512, 50304
 

@@ -10,7 +10,7 @@ import jaxtrain
 from jaxtrain import autocast
 from jaxtrain.errors import UserError
 from jaxtrain.losses import chunked_cross_entropy, cross_entropy, label_weights
-from jaxtrain.transforms import jaxpr
+from jaxtrain.program import equations
 
 WIDTH, VOCABULARY = 5, 11
 
@@ -93,7 +93,7 @@ def products(traced):
     for eqn in traced.eqns:
         if eqn.primitive.name == "dot_general":
             yield {v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)}
-        for inner in jaxpr.inner_jaxprs(eqn):
+        for inner in equations.inner_jaxprs(eqn):
             yield from products(inner)
 
 
@@ -110,7 +110,7 @@ def test_under_autocast_products_are_bfloat16_and_the_weight_gradient_is_summed_
         v.aval
         for eqn in traced.jaxpr.eqns
         if eqn.primitive.name == "scan"
-        for v in eqn.outvars[: jaxpr.scan_sizes(eqn)[1]]
+        for v in eqn.outvars[: equations.scan_sizes(eqn)[1]]
     ]
     assert (projection.shape, np.float32) in [(aval.shape, aval.dtype) for aval in carries]
 

@@ -26,7 +26,7 @@ from jaxtrain.models.resnet import (
     torch_buffers,
     torch_names,
 )
-from jaxtrain.transforms.remat import remat
+from jaxtrain.passes.memory.remat import remat
 from tests.models.programs import assert_float64_throughout
 
 CONFIG = ResNetConfig(embedding_size=4, hidden_sizes=(4, 8), depths=(2, 1), layer_type="basic", num_labels=5)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import jaxtrain
 from jaxtrain.errors import UserError
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
-from jaxtrain.transforms.jaxpr import inner_jaxprs
+from jaxtrain.program.equations import inner_jaxprs
 from parity import check
 from parity.case import AdamW, Case
 from parity.oracle.in_jax import JAX_WIDER, in_float64

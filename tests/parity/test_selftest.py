@@ -18,8 +18,8 @@ from jax import lax
 import jaxtrain.step.loss_program
 import jaxtrain.step.loss_scale
 import jaxtrain.step.step
-from jaxtrain.transforms import remat
-from jaxtrain.transforms.policies import POLICIES
+from jaxtrain.passes import remat
+from jaxtrain.passes.policies import POLICIES
 from parity import jax_side, selftest
 from parity.cli import main
 from parity.record import Record, Snapshot

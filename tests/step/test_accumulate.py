@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import jaxtrain as jt
+from jaxtrain.program import equations
 from jaxtrain.step import accumulate
-from jaxtrain.transforms import jaxpr
 
 ROWS = 12
 INPUTS = np.random.default_rng(0).normal(size=(ROWS, 3))
@@ -181,11 +181,11 @@ def test_random_draws_differ_by_micro_batch_and_do_not_depend_on_windows():
     assert set(draws([4, 4, 4], seed=1).tolist()).isdisjoint(one_by_one.tolist())
 
 
-def equations(traced, scanned=False):
+def scanned_equations(traced, scanned=False):
     for eqn in traced.eqns:
         yield eqn.primitive.name, scanned
-        for inner in jaxpr.inner_jaxprs(eqn):
-            yield from equations(inner, scanned or eqn.primitive.name == "scan")
+        for inner in equations.inner_jaxprs(eqn):
+            yield from scanned_equations(inner, scanned or eqn.primitive.name == "scan")
 
 
 @pytest.mark.parametrize("k", [1, 2, 8])
@@ -194,7 +194,7 @@ def test_the_optimizer_runs_once_per_window(k):
     step = jt.train_step(masked_loss, marked, accumulate=k)
     batch = {"x": jnp.ones((8, 3)), "y": jnp.ones(8), "mask": jnp.ones(8)}
     traced = jax.make_jaxpr(step.pure)(step.init({"w": jnp.zeros(3)}), batch)
-    assert [scanned for name, scanned in equations(traced.jaxpr) if name == "cbrt"] == [False]
+    assert [scanned for name, scanned in scanned_equations(traced.jaxpr) if name == "cbrt"] == [False]
 
 
 def test_accumulators_are_float32_and_float64_for_float64_parameters():

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec
 
 import jaxtrain as jt
 from jaxtrain.distributed import make_mesh, shard
+from jaxtrain.passes import Fp8
 from jaxtrain.planning import state_parts
 from jaxtrain.runner.state_files import StateFiles
 from jaxtrain.step import TrainState
-from jaxtrain.transforms import Fp8
 from tests.distributed.programs import choose_program
 
 K = 3

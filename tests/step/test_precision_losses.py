@@ -9,8 +9,8 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.distributed import make_mesh, shard
 from jaxtrain.errors import UserError
+from jaxtrain.passes import Policy
 from jaxtrain.step import KINDS
-from jaxtrain.transforms import Policy
 
 LAYERS, WIDTH, ROWS = 3, 16, 8
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.passes import autocast
 from jaxtrain.torch_import.graph import RECOMPUTED
-from jaxtrain.transforms import autocast
 
 torch = pytest.importorskip("torch")
 

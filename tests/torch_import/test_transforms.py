@@ -15,8 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import jaxtrain as jt
 from jaxtrain import optim
+from jaxtrain.passes.memory.remat import remat
 from jaxtrain.step import averaged
-from jaxtrain.transforms.remat import remat
 
 WIDTH, LENGTH = 8, 3
 

@@ -3,7 +3,7 @@
 A launch reads its operands and writes its results in the GPU's memory, other than the operations inside of a fusion.
 Where it takes a slice of an operand, or updates a slice of an array in place, the slice counts, and where it adds rows
 to an array, as the gradient of an embedding does, those rows. A loop counts as often as it runs, one of unknown length
-as often as its scope says that it may (`jaxtrain.transforms.at_most`), or once, and every branch of a conditional
+as often as its scope says that it may (`jaxtrain.passes.at_most`), or once, and every branch of a conditional
 counts.
 """
 

@@ -21,7 +21,7 @@ from jaxtrain.cost.data_sheets import NVIDIA, Ceilings
 from jaxtrain.cost.gpu.links import Links
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief
-from jaxtrain.transforms.jax_internals import assumed_cudnn
+from jaxtrain.program.internals import assumed_cudnn
 
 COMPILER_OPTIONS: dict[str, Any] = {
     "xla_gpu_enable_triton_gemm": False,

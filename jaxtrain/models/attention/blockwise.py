@@ -17,7 +17,7 @@ from jax import lax
 from jaxtrain.models.attention.block_arrays import BlockArrays, block_of, product, wide
 from jaxtrain.models.attention.blocks import Pairs, Sizes, visible_pairs, visible_pairs_by_row
 from jaxtrain.models.attention.options import Operands, Options
-from jaxtrain.transforms import at_most
+from jaxtrain.program import at_most
 
 Q_BLOCK, K_BLOCK = 128, 128
 """Numbers of queries, those of all query heads of a key head, and of keys of a block. Measured on two cores: 4 rows of

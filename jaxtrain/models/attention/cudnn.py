@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtrain.models.attention.formula import combined_mask, visible
 from jaxtrain.models.attention.options import Operands, Options
-from jaxtrain.transforms import jax_internals
+from jaxtrain.program import internals
 
 LOW = (jnp.bfloat16, jnp.float16)
 MASKED = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
@@ -46,7 +46,7 @@ def forward(options: Options, q: Any, k: Any, v: Any, operands: Operands) -> tup
     A query whose keys are all masked has output 0 and no gradient, as in the formula; cuDNN would average all values.
     """
     arrays, settings = _arguments(options, q, k, operands)
-    call = jax_internals.fused_attention._dot_product_attention_fwd_p_wrapper
+    call = internals.fused_attention._dot_product_attention_fwd_p_wrapper
     out, statistics = call.bind(q, k, v, *arrays, **settings, is_training=True)
     return _where_attended(out, options, operands), statistics[..., None]
 
@@ -57,14 +57,14 @@ def backward(
     """Compute the gradients of q, k, v and of the bias if there is one."""
     arrays, settings = _arguments(options, q, k, operands)
     cotangent = _where_attended(cotangent, options, operands)
-    call = jax_internals.fused_attention._dot_product_attention_bwd_p_wrapper
+    call = internals.fused_attention._dot_product_attention_bwd_p_wrapper
     dq, dk, dv, *dbias = call.bind(q, k, v, *arrays, statistics[..., 0], out, cotangent, **settings)
     return [dq, dk, dv, *(sum_to(operands.bias.shape, x) for x in dbias)]  # type: ignore[union-attr]
 
 
 def _arguments(options: Options, q: Any, k: Any, operands: Operands) -> tuple[list[Any], dict[str, Any]]:
     """Return JAX's arguments between q, k, v and the residuals: bias, lengths, offsets, pages; and its parameters."""
-    module = jax_internals.fused_attention
+    module = internals.fused_attention
     unused, mask, window = jnp.zeros(0, q.dtype), _mask(operands), options.window
     if window is not None and (mask is not None or operands.bias is not None):
         # Before 9.10.2 cuDNN takes no array beside a window.
@@ -78,7 +78,7 @@ def _arguments(options: Options, q: Any, k: Any, operands: Operands) -> tuple[li
         "mask_type": module.MaskType.CAUSAL if options.causal else module.MaskType.NO_MASK,
         "layout": module.AttentionLayout.BTNH.value,
         "sliding_window_length": window,
-        **jax_internals.score_setting(),
+        **internals.score_setting(),
     }
     return [_additive(q, k, mask, operands.bias), *[unused] * 6], settings
 

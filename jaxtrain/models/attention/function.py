@@ -15,7 +15,7 @@ from jaxtrain.models.attention.dropout_mask import counters, is_counter_based
 from jaxtrain.models.attention.formula import combined_mask, formula
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.primitives import fused_attention, is_long
-from jaxtrain.transforms import low_operation, low_precision
+from jaxtrain.passes import low_operation, low_precision
 
 
 def attention(

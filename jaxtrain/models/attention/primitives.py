@@ -24,7 +24,7 @@ from jaxtrain.models.attention.dropout_mask import kept_of_rows
 from jaxtrain.models.attention.formula import formula, log_sum_exp
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.partitioned import partitioned
-from jaxtrain.transforms import jax_internals
+from jaxtrain.program import internals
 
 LONG = 256 * 256
 """Number of scores of a head from which attention is one primitive, and on CPUs computed block by block. Measured on
@@ -65,7 +65,7 @@ class Target(NamedTuple):
     @classmethod
     def of(cls, ctx: Any) -> "Target":
         """Return the target of a lowering."""
-        return cls("cpu" in ctx.module_context.platforms, not jax_internals.is_for_one_device(ctx))
+        return cls("cpu" in ctx.module_context.platforms, not internals.is_for_one_device(ctx))
 
     def is_long(self, q: Any, k: Any) -> bool:
         """Return whether attention is computed block by block."""
@@ -251,17 +251,17 @@ def _fold_batch(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], 
 def _is_by_cudnn(ctx: Any, options: Options, q: Any, k: Any, v: Any, operands: Operands) -> bool:
     """Return whether cuDNN computes an attention on the GPUs that a lowering is for."""
     supported = q.dtype in cudnn.LOW and cudnn.is_supported(options, q, k, v, operands)
-    return supported and cudnn.is_on(jax_internals.compute_capability(ctx), q, operands)
+    return supported and cudnn.is_on(internals.compute_capability(ctx), q, operands)
 
 
 def _has_kernel(ctx: Any, options: Options, q: Any, k: Any, v: Any, operands: Operands) -> bool:
     """Return whether a kernel of our own computes an attention on the GPUs that a lowering is for."""
     is_long_enough = is_long(q.shape[1], k.shape[1]) or options.whole is not None
     # Gradients of what rows share would be sums over devices.
-    is_on_mesh = jax_internals.is_divided(ctx) and not operands.differentiable()
-    if not is_long_enough or not (jax_internals.runs_whole(ctx) or is_on_mesh):
+    is_on_mesh = internals.is_divided(ctx) and not operands.differentiable()
+    if not is_long_enough or not (internals.runs_whole(ctx) or is_on_mesh):
         return False
-    found: bool = _pallas().has_kernel(jax_internals.compute_capability(ctx), q, k, v, operands)
+    found: bool = _pallas().has_kernel(internals.compute_capability(ctx), q, k, v, operands)
     return found
 
 
@@ -308,7 +308,7 @@ def _primitive(
         is_packed = operands.q_segments is not None and q.shape[1] * k.shape[1] >= LONG_ON_GPU
         by_cudnn = _is_by_cudnn(ctx, *arrays)
         if (is_packed or not by_cudnn) and _has_kernel(ctx, *arrays):
-            own = of_pallas if jax_internals.runs_whole(ctx) else _on_mesh(name, of_pallas)
+            own = of_pallas if internals.runs_whole(ctx) else _on_mesh(name, of_pallas)
             return lowered(own, ctx, *args, given=given, **options)
         if by_cudnn:
             return lowered(of_cudnn, ctx, *args, given=given, **options)
@@ -336,7 +336,7 @@ def _primitive(
     ad.primitive_jvps[primitive] = differentiate
     mlir.register_lowering(primitive, lower)
     mlir.register_lowering(primitive, lower_on_cuda, platform="cuda")
-    jax_internals.needs_devices_when_lowered(primitive)
+    internals.needs_devices_when_lowered(primitive)
     return primitive
 
 

@@ -21,7 +21,7 @@ from jaxtrain.models.decoder import KVCache, Visible, attend, token_positions, v
 from jaxtrain.models.linear import Linear, product
 from jaxtrain.models.llama.config import LlamaConfig
 from jaxtrain.models.rope import apply_rotary, rotary_cos_sin
-from jaxtrain.transforms import block, kernel, recomputed
+from jaxtrain.passes import block, kernel, recomputed
 
 
 class RMSNorm(nnx.Module):

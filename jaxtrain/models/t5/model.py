@@ -21,7 +21,7 @@ from jaxtrain.models.dropout import dropout as _dropout
 from jaxtrain.models.linear import Linear, product
 from jaxtrain.models.t5.config import T5Config, is_gated
 from jaxtrain.models.t5.relative_position import relative_position_bucket
-from jaxtrain.transforms import block
+from jaxtrain.passes import block
 
 
 class KeyValues(NamedTuple):

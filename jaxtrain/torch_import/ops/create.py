@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.passes import in_float32
 from jaxtrain.torch_import.ops.registry import op, ops
-from jaxtrain.transforms import in_float32
 
 op("leaf.default", library="jaxtrain")(jax.lax.stop_gradient)
 

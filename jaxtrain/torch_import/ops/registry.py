@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.transforms import kernel, widen
+from jaxtrain.passes import kernel, widen
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
@@ -102,7 +102,7 @@ with_gradient.defjvps(None, lambda tangent, *_: tangent)
 
 
 def as_kernel(fn: Function, *arrays: Any, **options: Any) -> Any:
-    """Call a pure function of arrays as one operation under autocast, as `jaxtrain.transforms.kernel`.
+    """Call a pure function of arrays as one operation under autocast, as `jaxtrain.passes.kernel`.
 
     Args:
       fn: The function.

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.passes import widen
 from jaxtrain.torch_import.ops.registry import op, with_gradient
-from jaxtrain.transforms import widen
 
 _SUM, _MEAN, _MAX = range(3)
 

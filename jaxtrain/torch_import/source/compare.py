@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxtrain.transforms import BLOCK, RECOMPUTED
-from jaxtrain.transforms.jaxpr import APPLICATIONS, called_jaxpr, scan_sizes
+from jaxtrain.passes import BLOCK, RECOMPUTED
+from jaxtrain.program.equations import APPLICATIONS, called_jaxpr, scan_sizes
 
 Program = Any
 """A closed jaxpr."""

@@ -109,7 +109,7 @@ def _imports(text: str, imports: Mapping[str, str]) -> list[str]:
         if re.search(rf"(?<![\w.\"]){name}\b(?=[(.\[])", text):
             modules.setdefault(imports[name], []).append(name)
     functions = [f"from {module} import {', '.join(names)}" for module, names in modules.items()]
-    functions += ["from jaxtrain.transforms import recomputed"] * ("@recomputed" in text)
+    functions += ["from jaxtrain.passes import recomputed"] * ("@recomputed" in text)
     functions += ["from jaxtrain.torch_import import functional as F"] * (re.search(r"\bF\.", text) is not None)
     functions += ["from safetensors.flax import load_file"] * ("BUFFERS" in text)
     for line in sorted(functions):

@@ -1,0 +1,1 @@
+"""Parameters and gradients that are divided over devices."""

@@ -1,0 +1,85 @@
+"""Gradients of tables as sums that are added over the devices of a mesh once.
+
+A table may be used twice: rows are looked up, and a tied head multiplies by it. The compiler may reduce the gradients
+of both uses before it adds them.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jaxtrain.passes.marks import DIVIDED_LOOKUP, GATHERED_COPY
+from jaxtrain.passes.mesh.groups import Groups, Partial
+from jaxtrain.passes.mesh.partial_gradients import evaluate_by_group, row_counts
+from jaxtrain.program import equations, rewrite
+
+_UNCHANGED = frozenset({"convert_element_type", "sharding_constraint"})
+_CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2", "custom_jvp_call"})
+
+
+def lookup_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[..., Any]:
+    """Compute the gradients of the tables of a function `compute(params, batch, …)` by group, and add them once.
+
+    Args:
+      compute: The function.
+      groups: The groups of rows.
+
+    Returns:
+      A function with the signature, the results and the gradients of `compute`.
+
+    Example:
+      >>> def compute(table, tokens):
+      ...     return (table[tokens] @ table.T).sum()
+      >>> table, tokens = jnp.array([[1.0], [2.0]]), jnp.array([0, 1, 1, 1])
+      >>> by_group = lookup_gradients(compute, Groups(("data",), (2,)))
+      >>> jax.grad(by_group)(table, tokens).ravel().tolist(), jax.grad(compute)(table, tokens).ravel().tolist()
+      ([10.0, 16.0], [10.0, 16.0])
+    """
+
+    @jax.custom_vjp
+    def zeros(tables: Any) -> Any:
+        return groups.zeros(tables)
+
+    zeros.defvjp(lambda tables: (groups.zeros(tables), None), lambda _, sums: (groups.add(sums),))
+
+    def computed(params: Any, *rest: Any) -> Any:
+        leaves, structure = jax.tree.flatten(params)
+        counts = row_counts(rest[:1])
+
+        def evaluate(closed: ClosedJaxpr, values: list[Any]) -> list[Any]:
+            params, others = values[: len(leaves)], values[len(leaves) :]
+            used = zip(params, closed.jaxpr.invars, strict=False)
+            tables = [x if _is_table(closed.jaxpr, v, counts) else None for x, v in used]
+            sums = jax.tree.leaves(zeros(jax.tree.unflatten(structure, tables)), is_leaf=lambda x: x is None)
+            by_group = [x if s is None else Partial(x, s) for x, s in zip(params, sums, strict=True)]
+            return evaluate_by_group(closed, [*by_group, *others], groups, counts)
+
+        return rewrite.retrace(compute, evaluate)(params, *rest)
+
+    return computed
+
+
+def _is_table(traced: Jaxpr, var: Any, counts: Collection[int]) -> bool:
+    """Return whether a program looks up rows of a parameter by an array of a batch, which has these numbers of rows."""
+    if not jnp.issubdtype(var.aval.dtype, np.inexact):
+        return False
+    for eqn in traced.eqns:
+        for i in (i for i, v in enumerate(eqn.invars) if v is var):
+            name = eqn.primitive.name
+            if i == 0 and (name == "gather" or equations.is_call(eqn, DIVIDED_LOOKUP)):
+                indices: Any = eqn.invars[1].aval
+                found = bool(indices.ndim) and indices.shape[0] in counts
+            elif name in _UNCHANGED or equations.is_call(eqn, GATHERED_COPY):
+                found = _is_table(traced, eqn.outvars[0], counts)
+            elif name in _CALLS:
+                (inner,) = equations.inner_jaxprs(eqn)
+                found = _is_table(inner, inner.invars[i], counts)
+            else:
+                found = False
+            if found:
+                return True
+    return False

@@ -1,0 +1,414 @@
+"""Gradients of parameters as partial sums, one for each group of a micro-batch's rows.
+
+The gradient of a matrix is a sum over rows. On a mesh that shards them, the compiler adds the sums of all devices as
+soon as it has them. Partial sums instead have a leading axis, one entry per group, and stay on the devices of the group
+until the caller adds them: PyTorch's `no_sync`.
+
+A parameter is passed as `Partial`: its value and zeros that stand for the partial sums. Where a product, a sum
+or a lookup uses it, the gradient flows to the zeros, group by group. Every other use has its gradient summed as before,
+and divided among the groups' sums.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.passes.fp8.product import NAME as FP8_PRODUCT
+from jaxtrain.passes.fp8.product import Product
+from jaxtrain.passes.marks import DIVIDED_LOOKUP, GATHERED_COPY
+from jaxtrain.passes.mesh.groups import Groups, LastPartial, Partial
+from jaxtrain.passes.mesh.window_sums import is_scanned, of_layers, with_window_sums
+from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
+from jaxtrain.passes.numerics.biased_product import biased_product
+from jaxtrain.passes.numerics.recompute import Gradient, gradient_on_gpu
+from jaxtrain.program import equations, rewrite
+from jaxtrain.program.internals import manual_axes
+
+
+def partial_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[..., Any]:
+    """Let a function `compute(params, …)` take parameters that are `Partial`.
+
+    Args:
+      compute: The function.
+      groups: The groups of rows.
+
+    Returns:
+      The same function. Without any `Partial`, `compute` itself is called.
+
+    Example:
+      >>> def compute(w, x):
+      ...     return (x @ w).sum()
+      >>> def by_group(sums, w, x):
+      ...     return partial_gradients(compute, Groups(("data",), (2,)))(Partial(w, sums), x)
+      >>> x, w = jnp.array([[1.0], [2.0], [4.0], [8.0]]), jnp.ones((1, 1))
+      >>> jax.grad(by_group)(jnp.zeros((2, 1, 1)), w, x).ravel().tolist(), jax.grad(compute)(w, x).item()
+      ([3.0, 12.0], 15.0)
+    """
+
+    def computed(params: Any, *rest: Any) -> Any:
+        leaves, structure = jax.tree.flatten(params, is_leaf=_is_partial)
+        if not any(map(_is_partial, leaves)):
+            return compute(params, *rest)
+
+        def evaluate(closed: ClosedJaxpr, values: list[Any]) -> list[Any]:
+            given = [
+                with_window_sums(x, groups) if _is_last(x) and not is_scanned(x, closed.jaxpr, v) else x
+                for x, v in zip(leaves, closed.jaxpr.invars, strict=False)
+            ]
+            return evaluate_by_group(closed, [*given, *values[len(leaves) :]], groups, row_counts(rest[:1]))
+
+        values = [x.value if _is_partial(x) else x for x in leaves]
+        return rewrite.retrace(compute, evaluate)(jax.tree.unflatten(structure, values), *rest)
+
+    return computed
+
+
+def evaluate_by_group(closed: ClosedJaxpr, args: Sequence[Any], groups: Groups, counts: Collection[int]) -> list[Any]:
+    """Evaluate a program, some of whose arguments are `Partial`, for a batch with these sizes of first axes."""
+    outs = rewrite.interpret(closed.jaxpr, closed.consts, args, _rule(groups, counts))
+    return [_summed(x, groups) for x in outs]
+
+
+def row_counts(batch: Any) -> set[int]:
+    """Return the sizes of the first axes of a batch's arrays."""
+    return {x.shape[0] for x in jax.tree.leaves(batch) if x.ndim}
+
+
+_LAYOUT = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "slice", "copy"})
+_SUMS = frozenset({"add", "sub"})
+CONVOLUTION = "conv_general_dilated"
+_CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
+
+
+def _rule(of_rows: Groups, counts: Collection[int]) -> rewrite.Rule:
+    """Return the rule for a batch of which arrays have these numbers of rows."""
+
+    def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
+        name = eqn.primitive.name
+        is_lookup = equations.is_call(eqn, DIVIDED_LOOKUP)
+        if not any(map(_is_partial, args)):
+            return None
+        if equations.is_call(eqn, GATHERED_COPY):
+            x, copy = args
+            if _is_last(x):
+                return [dataclasses.replace(x, value=copy)]
+            return [Partial(copy, lax.convert_element_type(x.sums, copy.dtype))]
+        if name in _CALLS and not is_lookup:
+            return None
+        if name == "scan":
+            return _scan(eqn, args, run, of_rows)
+        if name == "shard_map":
+            return _shard_map(eqn, args, run, of_rows)
+        if any(map(_is_last, args)):  # a sharding constraint: all other uses have been excluded
+            (x,) = args
+            return [dataclasses.replace(x, value=rewrite.bind(eqn, [x.value])[0])]
+        groups, *others = {own.size: own for own in (of_rows.of_sums(x.sums) for x in args if _is_partial(x))}.values()
+        if name == FP8_PRODUCT and not others and _has_rows(args[0], groups):
+            return [_fp8_by_group(eqn, args, groups)]
+        on_gpu = gradient_on_gpu(eqn)
+        if not others and on_gpu is not None and _are_vectors_by_row(args, groups):
+            return [_recomputed_by_group(eqn, args, on_gpu, groups)]
+        if not others and (rows := _row_axes(eqn, args, counts)) and rows.size % groups.size == 0:
+            return [_by_group(eqn, args, rows, groups)]
+        if name == "sharding_constraint":
+            (x,) = args
+            return [Partial(rewrite.bind(eqn, [x.value])[0], groups.shard(x.sums, eqn.params["sharding"]))]
+        is_layout = name in _LAYOUT or (name in ("broadcast_in_dim", "gather") and not _is_larger(eqn))
+        if is_layout and not any(map(_is_partial, args[1:])):
+            x, rest = args[0], args[1:]
+            by_group = jax.vmap(lambda part: rewrite.bind(eqn, [part, *rest])[0], spmd_axis_name=groups.axes)
+            return [Partial(rewrite.bind(eqn, [x.value, *rest])[0], by_group(x.sums))]
+        values = [_summed(x, of_rows) for x in args]
+        rebuild = rewrite.HIGHER_ORDER.get(name)
+        return rewrite.bind(eqn, values) if rebuild is None else rebuild(eqn, values, run)
+
+    return rule
+
+
+def _is_larger(eqn: JaxprEqn) -> bool:
+    """Return whether a broadcast or a lookup repeats values: partial sums would be repeated too."""
+    sizes = [v.aval.size for v in (eqn.invars[0], eqn.outvars[0])]  # type: ignore[attr-defined]
+    return bool(sizes[0] < sizes[1])
+
+
+def _scan(eqn: JaxprEqn, args: list[Any], run: rewrite.Run, groups: Groups) -> list[Any]:
+    """Scan over layers of partial sums, [layers, groups, …]."""
+    n_consts, n_carry = equations.scan_sizes(eqn)
+    consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+    carry = [_summed(x, groups) for x in carry]
+    xs = [of_layers(x) if _is_last(x) else x for x in xs]
+    xs = [Partial(x.value, jnp.moveaxis(x.sums, 0, 1)) if isinstance(x, Partial) else x for x in xs]
+
+    def summed(body: Any, body_consts: Sequence[Any], body_args: Sequence[Any]) -> list[Any]:
+        body_args = [with_window_sums(x, groups) if _is_last(x) else x for x in body_args]
+        return [_summed(x, groups) for x in run(body, body_consts, body_args)]
+
+    return rewrite.HIGHER_ORDER["scan"](eqn, [*consts, *carry, *xs], summed)
+
+
+def _shard_map(eqn: JaxprEqn, args: list[Any], run: rewrite.Run, of_rows: Groups) -> list[Any]:
+    """Compute each group with its own copy of a parameter, the gradients of which are the partial sums."""
+    body, manual, specs = eqn.params["jaxpr"], manual_axes(eqn), [*eqn.params["in_specs"]]
+    options = {"mesh": eqn.params["mesh"], "axis_names": manual}
+    copied = set()
+    for i, x in enumerate(args):
+        if _is_partial(x) and not (axes := {*of_rows.of_sums(x.sums).axes}) & _axes(specs[i]) and axes <= manual:
+            spec, specs[i] = specs[i], P(of_rows.of_sums(x.sums).axes or None, *specs[i])
+            copy = jax.shard_map(lambda x: x[None], in_specs=(spec,), out_specs=specs[i], check_vma=False, **options)
+            args[i] = _copies(x, copy)
+            copied.add(i)
+        else:
+            args[i] = _summed(x, of_rows)
+
+    def of_device(*values: Any) -> tuple[Any, ...]:
+        return tuple(run(body, (), [x[0] if i in copied else x for i, x in enumerate(values)]))
+
+    options |= {"out_specs": eqn.params["out_specs"], "check_vma": eqn.params["check_vma"]}
+    return list(jax.shard_map(of_device, in_specs=tuple(specs), **options)(*args))
+
+
+def _axes(spec: P) -> set[str]:
+    return {axis for axes in spec for axis in ((axes,) if isinstance(axes, str) else axes or ())}
+
+
+def _copies(x: Partial, copy: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Return a copy of a parameter for each group, [groups, …]."""
+
+    @jax.custom_vjp
+    def copies(value: jax.Array, sums: jax.Array) -> jax.Array:
+        del sums
+        return copy(value)
+
+    copies.defvjp(lambda value, sums: (copy(value), None), lambda _, gradient: (None, gradient))
+    return copies(*x)
+
+
+class _Rows(NamedTuple):
+    """The axes of an equation's operands and of its result that are the same rows.
+
+    Attributes:
+      operands: The axis by the operand's position.
+      result: The axis of the result.
+      size: Their size.
+    """
+
+    operands: Mapping[int, int]
+    result: int
+    size: int
+
+
+def _row_axes(eqn: JaxprEqn, args: list[Any], counts: Collection[int]) -> _Rows | None:
+    """Return the rows of a product, a lookup or a broadcast; None if the gradient of its parameters sums none."""
+    partial = [i for i, x in enumerate(args) if _is_partial(x)]
+    operation, result = _operation(eqn), eqn.outvars[0].aval
+    if eqn.primitive.name in (*_SUMS, "mul") and len(partial) == 1:
+        (i,) = partial
+        if args[i].value.ndim and args[i].value.shape[0] == 1 < result.shape[0]:  # type: ignore[attr-defined]
+            return _Rows({1 - i: 0}, 0, result.shape[0])  # type: ignore[attr-defined]
+        return None
+    if operation.primitive.name in ("dot_general", BIASED_PRODUCT) and (0 in partial) != (1 in partial):
+        (contracted, batch) = operation.params["dimension_numbers"]
+        of, shapes = (1 if 0 in partial else 0), [v.aval.shape for v in operation.invars[:2]]  # type: ignore[attr-defined]
+        free = [[i for i in range(len(shapes[j])) if i not in (*contracted[j], *batch[j])] for j in (0, 1)]
+        if not free[of]:
+            return None
+        axis = len(batch[0]) + (0 if of == 0 else len(free[0]))
+        return _Rows({of: free[of][0]}, axis, shapes[of][free[of][0]])
+    if eqn.primitive.name == CONVOLUTION and partial == [1] and eqn.params["batch_group_count"] == 1:
+        numbers = eqn.params["dimension_numbers"]
+        return _Rows({0: numbers.lhs_spec[0]}, numbers.out_spec[0], args[0].shape[numbers.lhs_spec[0]])
+    if operation.primitive.name == "gather" and partial == [0]:
+        numbers = operation.params["dimension_numbers"]
+        rows = [i for i in range(result.ndim) if i not in numbers.offset_dims]  # type: ignore[attr-defined]
+        # Positions, or pairs of them, are not rows.
+        if rows and not numbers.operand_batching_dims and args[1].shape[0] in counts:
+            return _Rows({1: 0}, rows[0], args[1].shape[0])
+    return None
+
+
+def _operation(eqn: JaxprEqn) -> JaxprEqn:
+    """Return the biased product within its custom_jvp, and the lookup within its call; other equations as they are."""
+    if equations.is_call(eqn, DIVIDED_LOOKUP):
+        # A custom_jvp contains the lookup of a table in 16 bits.
+        within = [e.params.get("call_jaxpr", eqn.params["jaxpr"]).jaxpr.eqns for e in eqn.params["jaxpr"].jaxpr.eqns]
+        return next(inner for eqns in within for inner in eqns if inner.primitive.name == "gather")
+    if eqn.primitive.name == "custom_jvp_call":
+        (first, *more) = eqn.params["call_jaxpr"].jaxpr.eqns
+        if first.primitive.name == BIASED_PRODUCT and not more:
+            inner: JaxprEqn = first
+            return inner
+    return eqn
+
+
+def _apply(eqn: JaxprEqn, args: Sequence[Any], in_group: bool = False) -> Any:
+    """Apply a product or a lookup to all rows, or to those of a group."""
+    operation = _operation(eqn)
+    if equations.is_call(eqn, DIVIDED_LOOKUP) and in_group:
+        body = eqn.params["jaxpr"]
+        return rewrite.interpret(body.jaxpr, body.consts, args, _without_constraints)[0]
+    if operation.primitive.name == BIASED_PRODUCT:
+        x, kernel, bias = args
+        return biased_product(x, kernel, bias, operation.params["dimension_numbers"])
+    return rewrite.bind(eqn, args)[0]
+
+
+def _without_constraints(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any] | None:
+    del run
+    return args if eqn.primitive.name == "sharding_constraint" else None
+
+
+def _by_group(eqn: JaxprEqn, args: list[Any], rows: _Rows, groups: Groups) -> Any:
+    """Apply an equation to the parameters' values; the gradient by them flows to their partial sums."""
+    params = [i for i, x in enumerate(args) if _is_partial(x)]
+    others = [i for i, x in enumerate(args) if i not in params and jnp.issubdtype(x.dtype, np.inexact)]
+
+    def call(values: Sequence[Any], positions: Sequence[int], replaced: Sequence[Any], in_group: bool = False) -> Any:
+        new = dict(zip(positions, replaced, strict=True))
+        return _apply(eqn, [new.get(i, x) for i, x in enumerate(values)], in_group)
+
+    @jax.custom_vjp
+    def apply(values: list[Any], sums: list[Any]) -> Any:
+        del sums
+        return call(values, (), ())
+
+    # The gradient of a sum needs no operand, only their shapes.
+    shapes = [(x.shape, x.dtype) for x in (x.value if _is_partial(x) else x for x in args)]
+    is_sum = eqn.primitive.name in _SUMS
+
+    def forward(values: list[Any], sums: list[Any]) -> tuple[Any, list[Any]]:
+        return apply(values, sums), [] if is_sum else values
+
+    def backward(values: list[Any], gradient: Any) -> tuple[list[Any], list[Any]]:
+        values = values or [jnp.zeros(*shape) for shape in shapes]
+
+        def of_group(operands: Sequence[Any], gradient: Any) -> tuple[Any, ...]:
+            in_group = [operands[split.index(i)] if i in split else x for i, x in enumerate(values)]
+            _, pull_back = jax.vjp(lambda *x: call(in_group, params, x, True), *(values[i] for i in params))
+            return tuple(pull_back(gradient))
+
+        split = [*rows.operands]
+        if eqn.primitive.name == CONVOLUTION:
+            sums = [_convolution_sums(eqn, values, gradient, rows, groups)]
+        else:
+            in_groups = [_split(values[i], axis, groups) for i, axis in rows.operands.items()]
+            mapped = jax.vmap(of_group, spmd_axis_name=groups.axes)
+            sums = [*mapped(in_groups, _split(gradient, rows.result, groups))]
+        of_values: list[Any] = [None] * len(values)
+        _, pull_back = jax.vjp(lambda *x: call(values, others, x), *(values[i] for i in others))
+        for i, of_operand in zip(others, pull_back(gradient), strict=True):
+            of_values[i] = of_operand
+        return of_values, [groups.shard(x) for x in sums]
+
+    apply.defvjp(forward, backward)
+    return apply([x.value if _is_partial(x) else x for x in args], [args[i].sums for i in params])
+
+
+def _has_rows(x: Any, groups: Groups) -> bool:
+    """Return whether groups divide the rows of an operand that is no parameter."""
+    return not _is_partial(x) and x.shape[0] % groups.size == 0
+
+
+def _fp8_by_group(eqn: JaxprEqn, args: Sequence[Any], groups: Groups) -> Any:
+    """Multiply in 8 bits; the scales are those of all rows, and only the gradients by parameters are by group."""
+    x, *params = args
+    values = [p.value if _is_partial(p) else p for p in params]
+    product = Product.of([x, *values], **eqn.params, split=lambda x: _split(x, 0, groups))
+
+    @jax.custom_vjp
+    def apply(x: jax.Array, values: list[Any], sums: list[Any]) -> Any:
+        del sums
+        return rewrite.bind(eqn, [x, *values])[0]
+
+    def backward(residuals: Any, gradient: Any) -> tuple[Any, list[Any], list[Any]]:
+        of_x, *sums = product.backward(residuals, gradient)
+        end = product.n_differentiated - 1  # the others are scales and the kernel in 8 bits
+        of_values = [None if _is_partial(p) else s.sum(0) for p, s in zip(params[:end], sums[:end], strict=True)]
+        of_values += sums[end:]
+        return of_x, of_values, [groups.shard(s) for p, s in zip(params, sums, strict=True) if _is_partial(p)]
+
+    apply.defvjp(lambda x, values, sums: product.forward(x, *values), backward)
+    return apply(x, values, [p.sums for p in params if _is_partial(p)])
+
+
+def _convolution_sums(eqn: JaxprEqn, values: Sequence[Any], gradient: Any, rows: _Rows, groups: Groups) -> jax.Array:
+    """Return the gradient of a convolution's kernel by group. Batched, it would be a convolution of other layouts."""
+    images, kernel = values
+
+    def of_group(images: jax.Array, gradient: jax.Array) -> jax.Array:
+        (of_kernel,) = jax.linear_transpose(lambda kernel: rewrite.bind(eqn, [images, kernel])[0], shape)(gradient)
+        return jnp.asarray(of_kernel)
+
+    shape = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
+    return groups.each(of_group, (rows.operands[0], rows.result))(images, gradient)
+
+
+def _are_vectors_by_row(args: Sequence[Any], groups: Groups) -> bool:
+    """Return whether all arguments but the first are parameters, each the same for all rows of the first."""
+    x, *vectors = args
+    rows = all(_is_partial(v) and v.value.shape[0] == 1 for v in vectors)
+    return rows and not _is_partial(x) and x.shape[0] % groups.size == 0
+
+
+def _recomputed_by_group(eqn: JaxprEqn, args: Sequence[Any], on_gpu: Gradient, groups: Groups) -> Any:
+    """Apply a function marked by `recomputed`, such as a norm, whose gradients GPUs compute group by group."""
+    fn = jaxpr_as_fun(eqn.params["call_jaxpr"])
+
+    def forward(x: jax.Array, vectors: list[Partial]) -> Any:
+        return fn(x, *(v.value for v in vectors))[0]
+
+    def by_group(x: jax.Array, gradient: jax.Array, *vectors: jax.Array) -> tuple[jax.Array, ...]:
+        mapped = jax.vmap(lambda x, gradient: tuple(on_gpu(x, *vectors, gradient)), spmd_axis_name=groups.axes)
+        of_x, *sums = mapped(_split(x, 0, groups), _split(gradient, 0, groups))
+        return of_x.reshape(x.shape), *map(groups.shard, sums)
+
+    def by_all(x: jax.Array, gradient: jax.Array, *vectors: jax.Array) -> tuple[jax.Array, ...]:
+        of_x, *of_vectors = jax.vjp(fn, x, *vectors)[1]([gradient])
+        return of_x, *map(groups.place, of_vectors)
+
+    def backward(operands: Any, gradient: jax.Array) -> tuple[Any, list[Partial]]:
+        x, vectors = operands
+        of_x, *sums = lax.platform_dependent(x, gradient, *vectors, cuda=by_group, rocm=by_group, default=by_all)
+        return of_x, [Partial(None, of_vector) for of_vector in sums]  # type: ignore[arg-type]
+
+    apply = jax.custom_vjp(forward)
+    apply.defvjp(lambda x, vectors: (forward(x, vectors), (x, [v.value for v in vectors])), backward)
+    return apply(args[0], list(args[1:]))
+
+
+def _split(x: jax.Array, axis: int, groups: Groups) -> jax.Array:
+    """Split an axis into groups, which become the first axis."""
+    shape = (*x.shape[:axis], groups.size, x.shape[axis] // groups.size, *x.shape[axis + 1 :])
+    return groups.shard(jnp.moveaxis(x.reshape(shape), axis, 0))
+
+
+def _summed(x: Any, groups: Groups) -> Any:
+    """Return the value of a parameter; its gradient is added to the groups' sums."""
+    if not _is_partial(x):
+        return x
+    own = groups.of_sums(x.sums)
+
+    @jax.custom_vjp
+    def value(x: jax.Array, sums: jax.Array) -> jax.Array:
+        del sums
+        return x
+
+    def backward(_: None, gradient: jax.Array) -> tuple[None, jax.Array]:
+        return None, own.place(gradient)
+
+    value.defvjp(lambda x, sums: (x, None), backward)
+    return value(*x)
+
+
+def _is_partial(x: Any) -> bool:
+    return isinstance(x, (Partial, LastPartial))
+
+
+def _is_last(x: Any) -> bool:
+    return isinstance(x, LastPartial)

@@ -1,0 +1,1 @@
+"""Precision: what is computed, stored and rounded in which dtype."""

@@ -1,0 +1,98 @@
+"""Recognize a linear layer's bias in a jaxpr: a vector added along the features of a matrix product.
+
+PyTorch adds the bias inside the product (`linear`, `addmm`, `conv2d`), so that under autocast the sum is in low
+precision too, rounded once. In a jaxpr it is an addition like any other.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from jaxtrain.program.equations import inner_jaxprs
+
+Atom = Var | Literal
+Producers = dict[Var, JaxprEqn]
+
+
+class Biased(NamedTuple):
+    """The sum of a product and its bias.
+
+    Attributes:
+      total: The sum.
+      bias: Index of the operand that is the bias.
+      product: The other operand; None if it has other uses.
+    """
+
+    total: Var
+    bias: int
+    product: Var | None
+
+
+def biased_products(jaxpr: Jaxpr) -> Iterator[Biased]:
+    """Yield the sums of a product and its bias in `jaxpr` and in all jaxprs inside it.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def layer(x, w, b):
+    ...     return x @ w + b[None]
+    >>> traced = jax.make_jaxpr(layer)(jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones(4))
+    >>> [(biased.total.aval.shape, biased.bias) for biased in biased_products(traced.jaxpr)]
+    [((2, 4), 1)]
+    """
+    producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    uses = Counter(v for v in [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)] if isinstance(v, Var))
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "add":
+            for i in (0, 1):
+                product, bias = eqn.invars[1 - i], eqn.invars[i]
+                if _is_bias(bias, _feature_axes(product, producers), producers):
+                    yield Biased(eqn.outvars[0], i, _used_once(product, producers, uses))
+        for inner in inner_jaxprs(eqn):
+            yield from biased_products(inner)
+
+
+def _used_once(var: Atom, producers: Producers, uses: Counter[Var]) -> Var | None:
+    """Return the product that `var` is, or is a transpose of; None if it has other uses."""
+    eqn = _producer(var, producers)
+    if isinstance(var, Literal) or eqn is None or uses[var] > 1:
+        return None
+    return _used_once(eqn.invars[0], producers, uses) if eqn.primitive.name == "transpose" else var
+
+
+def _feature_axes(var: Atom, producers: Producers) -> set[int]:
+    """Return the axes of `var` that may be features; none if it is not a product."""
+    eqn = _producer(var, producers)
+    if eqn is None:
+        return set()
+    if eqn.primitive.name == "transpose":  # inserted by vmap
+        axes = _feature_axes(eqn.invars[0], producers)
+        return {to for to, axis in enumerate(eqn.params["permutation"]) if axis in axes}
+    if eqn.primitive.name == "conv_general_dilated":
+        return {eqn.params["dimension_numbers"].out_spec[1]}
+    if eqn.primitive.name in ("remat2", "checkpoint"):
+        (body,) = inner_jaxprs(eqn)
+        inner = {out: inner_eqn for inner_eqn in body.eqns for out in inner_eqn.outvars}
+        return _feature_axes(next(x for x, out in zip(body.outvars, eqn.outvars, strict=True) if out is var), inner)
+    if eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][1] == ((), ()):
+        return set(range(_aval(var).ndim))
+    return set()
+
+
+def _is_bias(var: Atom, axes: set[int], producers: Producers) -> bool:
+    """Return whether `var` is a vector broadcast along one of those axes."""
+    eqn = _producer(var, producers)
+    if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "reshape") or _aval(eqn.invars[0]).ndim != 1:
+        return False
+    if eqn.primitive.name == "broadcast_in_dim":
+        return set(eqn.params["broadcast_dimensions"]) <= axes
+    wide = {axis for axis, n in enumerate(_aval(var).shape) if n != 1}
+    return wide <= axes and len(wide) <= 1
+
+
+def _producer(var: Atom, producers: Producers) -> JaxprEqn | None:
+    return None if isinstance(var, Literal) else producers.get(var)
+
+
+def _aval(var: Atom) -> Any:
+    return var.aval

@@ -1,0 +1,1 @@
+"""Forms of a program that XLA compiles better for GPUs."""

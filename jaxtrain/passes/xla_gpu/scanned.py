@@ -1,0 +1,168 @@
+"""Reduce what a scan over layers saves for its backward pass on a GPU.
+
+A scan copies every value that its backward pass needs into an array for all layers, which is filled with zeros first,
+and out of it again. On a GPU this takes longer than to compute the results of cheap operations again: activation
+functions, norms, conversions. Unrolled layers save them without a copy.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
+
+from jaxtrain.passes.fp8.scales import CAST
+from jaxtrain.passes.memory.remat import BLOCK, names_costly
+from jaxtrain.program import equations, rewrite
+from jaxtrain.program.platform import transform_on_gpu
+
+CHEAP = frozenset(
+    {
+        *("abs", "add", "add_any", "and", "bitcast_convert_type", "ceil", "clamp", "convert_element_type", "copy"),
+        *("cos", "div", "eq", "erf", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota"),
+        *("is_finite", "le", "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not"),
+        *("one_minus_square", "or", "polynomial", "pow", "round", "rsqrt"),
+        *("select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tanh", "xor"),
+        *("broadcast_in_dim", "concatenate", "pad", "reshape", "slice", "squeeze", "transpose"),
+        *("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"),
+        *("random_bits", "random_fold_in", "random_split", "random_unwrap", "random_wrap", "threefry2x32"),
+        *("shift_left", "shift_right_logical", "stack", CAST),
+    }
+)
+"""Primitives whose results are computed again: limited by the bandwidth, or without a launch of their own.
+
+"split" is not one of them: its parts are as large as its operand, and on a mesh it may communicate."""
+
+CHECKPOINTS = ("checkpoint", "remat2")
+"""Names of the primitive of `jax.checkpoint`."""
+SMALL_TABLE = 2**16
+"""Elements of a table that stays in the cache, so that lookups in it are cheap: quantized kernels are looked up."""
+
+
+def costly(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Save the results of all operations but the cheap ones, as a policy of `jax.checkpoint`."""
+    if primitive.name == "gather" and args and args[0].size <= SMALL_TABLE:
+        return False
+    called = params.get("call_jaxpr" if primitive.name.startswith("custom_") else "jaxpr")
+    if primitive.name in ("custom_jvp_call", "custom_vjp_call", "jit", "pjit"):
+        return any(costly(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params) for eqn in _equations(called))
+    return primitive.name not in CHEAP or names_costly(primitive, params)
+
+
+def save_costly(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
+    """Checkpoint the marked blocks of scans, so that they save the results of costly operations only.
+
+    Args:
+      fn: A function of arrays.
+      platform: The platform that it is compiled for; None for that of the default backend.
+
+    Returns:
+      The same function on a GPU, whose scans save less. On any other platform, `fn`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxtrain import block
+      >>> def layers(x, ws):
+      ...     return jax.lax.scan(lambda x, w: (block(lambda x: jnp.tanh(x @ w) + x)(x), None), x, ws)[0].sum()
+      >>> arguments = jnp.ones((2, 2)), jnp.ones((3, 2, 2))
+      >>> [str(jax.make_jaxpr(save_costly(layers, p))(*arguments)).count("policy=") for p in ("cpu", "gpu")]
+      [0, 1]
+    """
+
+    def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
+        del run
+        return rewrite.HIGHER_ORDER["scan"](eqn, args, _run_scanned) if eqn.primitive.name == "scan" else None
+
+    return transform_on_gpu(fn, rule, platform)
+
+
+def fuse_slices(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
+    """Let the kernels that recompute an activation in a scan read their slices of the saved arrays.
+
+    The barrier that JAX puts before the inputs of a checkpoint makes XLA copy a slice first. Without any, XLA would
+    merge the two computations of an activation, for the product that uses it and for its derivative, and write what
+    they share in float32. A factor of one that XLA does not know keeps them apart in the same kernel.
+
+    Args:
+      fn: A function of arrays.
+      platform: The platform that it is compiled for; None for that of the default backend.
+
+    Returns:
+      The same function on a GPU, whose activations in scans have only a reverse-mode derivative. On any other
+      platform, `fn`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxtrain.passes import recomputed
+      >>> def layers(x):
+      ...     return jax.lax.scan(lambda x, _: (recomputed(jnp.sin)(x), None), x, length=3)[0]
+      >>> x = jnp.ones(2, jnp.bfloat16)
+      >>> [str(jax.make_jaxpr(fuse_slices(layers, p))(x)).count("custom_vjp_call") for p in ("cpu", "gpu")]
+      [0, 1]
+    """
+
+    def in_scan(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        return rewrite.interpret(body, consts, args, _keep_apart)
+
+    def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
+        del run
+        return rewrite.HIGHER_ORDER["scan"](eqn, args, in_scan) if eqn.primitive.name == "scan" else None
+
+    return transform_on_gpu(fn, rule, platform)
+
+
+def _keep_apart(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
+    del run
+    if not _is_checkpoint(eqn) or not eqn.params["prevent_cse"]:
+        return None
+    body = eqn.params["jaxpr"]
+    if not all(map(is_cheap, body.eqns)) or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in args):
+        return None
+
+    def evaluate(*inner: jax.Array) -> list[jax.Array]:
+        return rewrite.interpret(body, (), inner, _inline_checkpoints)
+
+    @jax.custom_vjp
+    def activation(*inner: jax.Array) -> list[jax.Array]:
+        return evaluate(*inner)
+
+    def backward(saved: Sequence[jax.Array], cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
+        one = jax.lax.optimization_barrier(jnp.ones([], jnp.bfloat16))
+        _, pullback = jax.vjp(evaluate, *(x * one.astype(x.dtype) for x in saved))
+        return pullback(cotangents)
+
+    activation.defvjp(lambda *inner: (activation(*inner), inner), backward)
+    return activation(*args)
+
+
+def _inline_checkpoints(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
+    return run(eqn.params["jaxpr"], (), args) if _is_checkpoint(eqn) else None
+
+
+def _is_checkpoint(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in CHECKPOINTS
+
+
+def is_cheap(eqn: JaxprEqn) -> bool:
+    """Return whether an equation and all equations in its parameters are cheap."""
+    if inner := equations.inner_jaxprs(eqn):
+        return all(is_cheap(inner_eqn) for part in inner for inner_eqn in part.eqns)
+    return not costly(eqn.primitive, **eqn.params)
+
+
+def _run_scanned(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
+        del run
+        if not equations.is_call(eqn, BLOCK):
+            return None
+        inner = jaxpr_as_fun(eqn.params["jaxpr"])
+        # The bodies of the two loops share no computation that XLA could merge.
+        return list(jax.checkpoint(inner, policy=costly, prevent_cse=False)(*args))
+
+    return rewrite.interpret(body, consts, args, rule)
+
+
+def _equations(closed: Any) -> list[JaxprEqn]:
+    equations: list[JaxprEqn] = closed.jaxpr.eqns
+    return equations

@@ -1,0 +1,54 @@
+"""Every internal of JAX in use is listed in one module, and the installed JAX has them all."""
+
+import ast
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxtrain.debug import doctor
+from jaxtrain.program import internals
+from jaxtrain.program.internals import INTERNALS, Internal, missing_internals
+
+ROOT = Path(__file__).parents[2]
+FILES = [path for package in ("jaxtrain", "parity", "benchmarks") for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("internal", INTERNALS, ids=lambda internal: internal.name)
+def test_the_installed_jax_has_every_internal_in_use(internal):
+    assert internal.probe()
+
+
+def test_a_missing_internal_is_reported_by_the_doctor(monkeypatch):
+    (found,) = doctor.internals()
+    assert found.status == "fine"
+
+    missing = Internal("scan[ft_in]", "program.rewrite", lambda: {}["ft_in"])
+    monkeypatch.setattr(internals, "INTERNALS", (*INTERNALS, missing))
+    assert missing_internals() == [missing]
+    (found,) = doctor.internals()
+    assert found.status == "problem"
+    assert f"jax {jax.__version__} lacks scan[ft_in] (used by program.rewrite)" in str(found)
+
+
+def private_imports(path):
+    """Yield (line, module) of every import of a private module of JAX."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (
+            (node.lineno, name)
+            for name in names
+            if name.split(".")[0] in ("jax", "jaxlib") and any(part.startswith("_") for part in name.split("."))
+        )
+
+
+def test_private_modules_of_jax_are_imported_in_one_place():
+    listed = Path(internals.__file__)
+    found = [f"{path}:{line}: {name}" for path in FILES if path != listed for line, name in private_imports(path)]
+    found += [str(path) for path in FILES if path != listed and "jax._src" in path.read_text()]
+    assert not found, "\n".join(found)
