@@ -16,7 +16,8 @@ from jax.extend.core import JaxprEqn
 from torch.utils._pytree import tree_leaves
 
 from jaxtrain.passes import KERNEL, policy
-from jaxtrain.program.equations import APPLICATIONS, called_jaxpr, is_call
+from jaxtrain.program import equations
+from jaxtrain.program.equations import APPLICATIONS, is_call
 from jaxtrain.program.rewrite import Run, bind, evaluate_inner, transform, unroll_scan
 from jaxtrain.step import micro_batch_key, validated
 from parity import jax_side, torch_side
@@ -200,7 +201,7 @@ def _recorded(fn: Callable[..., Any], made: list[_Computed], wanted: Collection[
             if name in APPLICATIONS and not is_call(eqn, KERNEL):
                 # A function that JAX traced for an earlier caller has the lines of that caller.
                 lines.append(line_of(eqn) or (lines[-1] if lines else None))
-                outs = evaluate_inner(called_jaxpr(eqn), args, run)
+                outs = evaluate_inner(equations.body(eqn), args, run)
                 lines.pop()
                 return outs
             outs = bind(eqn, args)

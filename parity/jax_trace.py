@@ -22,9 +22,9 @@ import jaxtrain
 from jaxtrain.interop import LAYER
 from jaxtrain.passes import hook
 from jaxtrain.paths import path_name
-from jaxtrain.program.equations import APPLICATIONS, called_jaxpr
-from jaxtrain.program.equations import scan_sizes as scan_sizes
-from jaxtrain.program.rewrite import Run, bind, evaluate_inner, interpret, unroll_scan
+from jaxtrain.program import equations
+from jaxtrain.program.equations import APPLICATIONS
+from jaxtrain.program.rewrite import Run, bind, evaluate_inner, interpret, run_while, unroll_scan
 from parity import jax_side
 from parity.case import Case
 from parity.fingerprint import NOISE, Fingerprint, Sources, Trace, fingerprint
@@ -162,7 +162,7 @@ def _program(closed: ClosedJaxpr, inputs: Sequence[Any]) -> Callable[..., list[l
 
         def rule(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
             if eqn.primitive.name in APPLICATIONS:
-                return evaluate_inner(called_jaxpr(eqn), args, run)
+                return evaluate_inner(equations.body(eqn), args, run)
             if eqn.primitive.name == "scan":
                 return unroll_scan(eqn, args, run)
             computed.append(bind(eqn, args))
@@ -220,20 +220,20 @@ class _Recorder:
         given = [self._given(x, eqn) for x in args]
         name = eqn.primitive.name
         if name in APPLICATIONS:
-            self.calls.append((eqn.params.get("name", ""), self._line(eqn)))
+            self.calls.append((equations.label(eqn), self._line(eqn)))
             try:
-                return evaluate_inner(called_jaxpr(eqn), given, run)
+                return evaluate_inner(equations.body(eqn), given, run)
             finally:
                 self.calls.pop()
         if name == "scan":
-            return _unrolled(eqn, given, run)
+            return unroll_scan(eqn, given, _with_values(run), index=_Traced.layer, stack=_stacked)
         computed = self.computed.popleft() if self.computed else None
         if name in ("while", "cond"):
             return self._inside(eqn, given, run)
         where = Equation(name, self._line(eqn))
         outs = bind(eqn, [x.value for x in given]) if computed is None else map(_array, computed)
-        if name == "name" and eqn.params["name"].startswith(GRADIENT):
-            self.gradients[eqn.params["name"].removeprefix(GRADIENT)] = given[0].value
+        if name == "name" and equations.label(eqn).startswith(GRADIENT):
+            self.gradients[equations.label(eqn).removeprefix(GRADIENT)] = given[0].value
             return given
         return [self._recorded(out, given, where) for out in outs]
 
@@ -242,8 +242,8 @@ class _Recorder:
         rest, self.computed = self.computed, None
         try:
             if eqn.primitive.name == "while":
-                return _looped(eqn, args, run)
-            return evaluate_inner(eqn.params["branches"][int(args[0].value)], args[1:], run)
+                return run_while(eqn, args, _with_values(run), lambda x: bool(x.value))
+            return evaluate_inner(equations.branches(eqn)[int(args[0].value)], args[1:], run)
         finally:
             self.computed = rest
 
@@ -322,27 +322,11 @@ def _stacked_shapes(case: Case, params: Any) -> set[tuple[int, ...]]:
     return {leaf.shape for path, leaf in leaves if LAYER in table.params[path_name(path)].name}
 
 
-def _unrolled(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
-    body, length = eqn.params["jaxpr"], eqn.params["length"]
-    n_consts, n_carry = scan_sizes(eqn)
-    consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
-    ys: list[list[_Traced]] = [[]] * length
-    for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-        outs = [_traced(x) for x in evaluate_inner(body, [*consts, *carry, *(x.layer(i) for x in xs)], run)]
-        carry, ys[i] = outs[:n_carry], outs[n_carry:]
-    stacks = (
-        _Traced(_stacked([y.value for y in layers]), tuple(y.all for y in layers)) for layers in zip(*ys, strict=True)
-    )
-    return [*carry, *stacks]
+def _with_values(run: Run) -> Run:
+    return lambda *body: [_traced(x) for x in run(*body)]
 
 
-def _stacked(values: Sequence[Any]) -> Any:
-    return (np if isinstance(values[0], np.ndarray) else jnp).stack(values)
-
-
-def _looped(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
-    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond_consts, body_consts, carry = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
-    while bool(_traced(evaluate_inner(eqn.params["cond_jaxpr"], [*cond_consts, *carry], run)[0]).value):
-        carry = [_traced(x) for x in evaluate_inner(eqn.params["body_jaxpr"], [*body_consts, *carry], run)]
-    return carry
+def _stacked(layers: Sequence[_Traced], _: Any) -> _Traced:
+    values = [y.value for y in layers]
+    stack = (np if isinstance(values[0], np.ndarray) else jnp).stack(values)
+    return _Traced(stack, tuple(y.all for y in layers))

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import drawn_mask, draws_mask
-from jaxtrain.program.equations import APPLICATIONS, called_jaxpr, inner_jaxprs, is_call
+from jaxtrain.program import equations
+from jaxtrain.program.equations import APPLICATIONS, inner_jaxprs, is_call
 from jaxtrain.program.rewrite import Run, bind, evaluate_inner, transform, unroll_scan
 from jaxtrain.step import LossFn, micro_batch_key, validated
 from parity.case import Case
@@ -297,7 +298,7 @@ def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
         return unroll_scan(eqn, args, run)
     if name not in APPLICATIONS:
         raise UserError(f"a dropout mask is drawn inside {name}, where PyTorch cannot use it: use scan, or no loop")
-    return evaluate_inner(called_jaxpr(eqn), args, run)
+    return evaluate_inner(equations.body(eqn), args, run)
 
 
 def _fill(noise: torch.Tensor, mask: np.ndarray, func: Any) -> torch.Tensor:

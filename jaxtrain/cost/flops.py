@@ -12,6 +12,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from jaxtrain.program import equations
 from jaxtrain.program.equations import inner_jaxprs
 from jaxtrain.program.rewrite import make_jaxpr
 
@@ -54,29 +55,29 @@ def equation_flops(eqn: JaxprEqn) -> int:
     shapes = [v.aval.shape for v in eqn.invars if hasattr(v.aval, "shape")]
     out_size = math.prod(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0
     if name in ("dot_general", "scaled_dot"):
-        (contracted, _), _ = eqn.params["dimension_numbers"]
+        (contracted, _), _ = equations.contraction(eqn)
         depth = math.prod(shapes[0][i] for i in contracted)
         return 2 * out_size * depth
     if name == "fp8_product":
         return 2 * out_size * shapes[1][0]
     if name == "scaled_product":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        tile_count = shapes[0][0] if eqn.params["tiled"] else 1
-        return 2 * out_size * tile_count * math.prod(shapes[0][i + eqn.params["tiled"]] for i in contracted)
+        (contracted, _), _ = equations.contraction(eqn)
+        tile_count = shapes[0][0] if equations.own(eqn, "tiled") else 1
+        return 2 * out_size * tile_count * math.prod(shapes[0][i + equations.own(eqn, "tiled")] for i in contracted)
     if name == "ragged_dot_general":
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        numbers = equations.contraction(eqn)
         contracted, _ = numbers.dot_dimension_numbers[0]
         # Every row belongs to one group, also if the rows are summed, a result for each group.
         groups = shapes[2][0] if {*numbers.lhs_ragged_dimensions} <= {*contracted} else 1
         return 2 * out_size * math.prod(shapes[0][i] for i in contracted) // groups
     if name == "conv_general_dilated":
-        kernel, spec = shapes[1], eqn.params["dimension_numbers"].rhs_spec
+        kernel, spec = shapes[1], equations.contraction(eqn).rhs_spec
         return 2 * out_size * math.prod(kernel) // kernel[spec[0]]
     if name in _ATTENTION:
         (b, t, n, width), s = shapes[0], shapes[1][1]
         return _ATTENTION[name] * 2 * b * n * t * s * width
     if name == "scan":
-        return eqn.params["length"] * sum(inner)
+        return equations.trip_count(eqn) * sum(inner)
     if name == "while" and any(inner):
         raise ValueError("a while loop with matrix products has no FLOP count: use scan")
     if name == "cond":

@@ -13,6 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxtrain.cost.data_sheets import Ceilings
 from jaxtrain.cost.flops import equation_flops
+from jaxtrain.program import equations
 from jaxtrain.program.equations import inner_jaxprs
 
 FUSED = 8
@@ -39,7 +40,7 @@ def estimate_seconds(jaxpr: Jaxpr, device: Ceilings) -> float:
 def _equation_seconds(eqn: JaxprEqn, device: Ceilings) -> float:
     inner = [estimate_seconds(jaxpr, device) for jaxpr in inner_jaxprs(eqn)]
     if eqn.primitive.name == "scan":
-        return int(eqn.params["length"]) * sum(inner)
+        return int(equations.trip_count(eqn)) * sum(inner)
     if eqn.primitive.name == "cond":
         return max(inner)
     written = sum(map(_bytes, eqn.outvars))
@@ -64,4 +65,4 @@ def _peak(product: JaxprEqn, device: Ceilings) -> float:
         return device.half
     if aval.dtype.itemsize == 1 and jnp.issubdtype(aval.dtype, jnp.floating):
         return device.eight_bit
-    return device.tf32 if product.params.get("precision") != (lax.Precision.HIGHEST,) * 2 else device.fp32
+    return device.tf32 if equations.precision(product) != (lax.Precision.HIGHEST,) * 2 else device.fp32

@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxtrain.program import rewrite
+from jaxtrain.program import equations, rewrite
 
 FEW_POSITIONS = 16
 """Up to this number of positions a product is faster for any kernel; with more, it is if taps outnumber positions."""
@@ -99,21 +99,20 @@ def _on_a_cpu(fn: Callable[..., Any], rule: rewrite.Rule, platform: str | None) 
 def _is_low(eqn: JaxprEqn) -> bool:
     """Return whether it is a product of low-precision matrices; the backend's batched products are as fast."""
     avals: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
-    _, (batch, _) = eqn.params["dimension_numbers"]
+    _, (batch, _) = equations.contraction(eqn)
     return not batch and all(aval.dtype in (jnp.bfloat16, np.float16) for aval in avals)
 
 
 def _compute_in_float32(eqn: JaxprEqn, x: jax.Array, y: jax.Array) -> jax.Array:
-    params = {**eqn.params, "preferred_element_type": np.dtype(np.float32)}
-    product = eqn.primitive.bind(x.astype(np.float32), y.astype(np.float32), **params)
+    wide = equations.with_params(eqn, preferred_element_type=np.dtype(np.float32))
+    (product,) = rewrite.bind(wide, [x.astype(np.float32), y.astype(np.float32)])
     return product.astype(x.dtype)
 
 
 def _is_small(eqn: JaxprEqn) -> bool:
-    plain = eqn.params["feature_group_count"] == eqn.params["batch_group_count"] == 1
-    if not plain or any(dilation != 1 for dilation in eqn.params["lhs_dilation"]):
+    window, dims = equations.window(eqn), equations.contraction(eqn)
+    if window.feature_groups != 1 or window.batch_groups != 1 or any(n != 1 for n in window.lhs_dilation):
         return False
-    dims = eqn.params["dimension_numbers"]
     kernel: Any = eqn.invars[1].aval
     out: Any = eqn.outvars[0].aval
     taps = math.prod(kernel.shape[d] for d in dims.rhs_spec[2:])
@@ -122,22 +121,22 @@ def _is_small(eqn: JaxprEqn) -> bool:
 
 
 def _convolve_as_product(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    out_first = eqn.params["dimension_numbers"].rhs_spec == tuple(range(kernel.ndim))
+    out_first = equations.contraction(eqn).rhs_spec == tuple(range(kernel.ndim))
     x, taps_first = _operands_channels_last(eqn, x, kernel)
     *taps, _, features = taps_first.shape
     # PyTorch's kernel [out, in, *taps] is a matrix as it is, but windows are copied from channels that are last: the
     # smaller one of the two matrices is transposed.
     out: Any = eqn.outvars[0].aval
     channels_first = out_first and math.prod(out.shape) // features <= features
-    windows = _windows(x, taps, eqn.params, channels_first=channels_first)
+    windows = _windows(x, taps, equations.window(eqn), channels_first=channels_first)
     if out_first:
         kernel = (kernel if channels_first else jnp.moveaxis(kernel, 1, -1)).reshape(features, -1)
     y = lax.dot_general(
         windows.reshape(-1, windows.shape[-1]),
         kernel if out_first else taps_first.reshape(-1, features),
         (((1,), (int(out_first),)), ((), ())),
-        precision=eqn.params["precision"],
-        preferred_element_type=eqn.params["preferred_element_type"],
+        precision=equations.precision(eqn),
+        preferred_element_type=equations.accumulated_in(eqn),
     )
     return _restore_axes(eqn, y.reshape(*windows.shape[:-1], -1))
 
@@ -145,34 +144,34 @@ def _convolve_as_product(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.
 def _convolve_channels_last(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.Array:
     space = tuple(range(1, x.ndim - 1))
     images, taps = (0, x.ndim - 1, *space), (x.ndim - 1, x.ndim - 2, *(d - 1 for d in space))
-    params = {**eqn.params, "dimension_numbers": lax.ConvDimensionNumbers(images, taps, images)}
-    return _restore_axes(eqn, eqn.primitive.bind(*_operands_channels_last(eqn, x, kernel), **params))
+    moved = equations.with_params(eqn, dimension_numbers=lax.ConvDimensionNumbers(images, taps, images))
+    return _restore_axes(eqn, rewrite.bind(moved, _operands_channels_last(eqn, x, kernel))[0])
 
 
 def _operands_channels_last(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Transpose the operands to [B, *space, in] and [*taps, in, out]."""
-    dims = eqn.params["dimension_numbers"]
+    dims = equations.contraction(eqn)
     x = lax.transpose(x, (dims.lhs_spec[0], *dims.lhs_spec[2:], dims.lhs_spec[1]))
     return x, lax.transpose(kernel, (*dims.rhs_spec[2:], dims.rhs_spec[1], dims.rhs_spec[0]))
 
 
 def _restore_axes(eqn: JaxprEqn, y: jax.Array) -> jax.Array:
     """Transpose [B, *space, out] to the axes of the convolution's result."""
-    spec = eqn.params["dimension_numbers"].out_spec
+    spec = equations.contraction(eqn).out_spec
     places = (spec[0], *spec[2:], spec[1])
     return lax.transpose(y, tuple(places.index(d) for d in range(y.ndim)))
 
 
-def _windows(x: jax.Array, taps: Sequence[int], params: Any, *, channels_first: bool) -> jax.Array:
+def _windows(x: jax.Array, taps: Sequence[int], window: equations.Window, *, channels_first: bool) -> jax.Array:
     """Return the window of the kernel at each position: [B, *positions, taps·in], or [B, *positions, in·taps]."""
-    around = [(0, 0), *params["padding"], (0, 0)]
+    around = [(0, 0), *window.padding, (0, 0)]
     x = lax.pad(x, jnp.zeros([], x.dtype), [(low, high, 0) for low, high in around])
-    strides = (1, *params["window_strides"], 1)
-    spans = [(size - 1) * by for size, by in zip(taps, params["rhs_dilation"], strict=True)]
+    strides = (1, *window.strides, 1)
+    spans = [(size - 1) * by for size, by in zip(taps, window.rhs_dilation, strict=True)]
     ends = [n - span for n, span in zip(x.shape[1:-1], spans, strict=True)]
     slices = []
     for tap in itertools.product(*map(range, taps)):
-        begin = [i * by for i, by in zip(tap, params["rhs_dilation"], strict=True)]
+        begin = [i * by for i, by in zip(tap, window.rhs_dilation, strict=True)]
         limit = [end + b for end, b in zip(ends, begin, strict=True)]
         slices.append(lax.slice(x, (0, *begin, 0), (x.shape[0], *limit, x.shape[-1]), strides))
     if not channels_first:

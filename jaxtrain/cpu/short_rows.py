@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxtrain.program import rewrite
+from jaxtrain.program import equations, rewrite
 
 SHORT, FEW = 16, 2**12
 """Elements of a row that is short, and of an array that is too small to be worth it."""
@@ -87,6 +87,6 @@ def _on_vectors(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[An
         return [result.reshape(out.shape)]
     if name == "broadcast_in_dim" and not jnp.ndim(args[0]) and _has_short_rows(out):
         return [lax.broadcast(args[0], (math.prod(out.shape),)).reshape(out.shape)]
-    if name == "reduce_sum" and _has_short_rows(args[0]) and len(eqn.params["axes"]) == args[0].ndim:
+    if name == "reduce_sum" and _has_short_rows(args[0]) and len(equations.axes(eqn)) == args[0].ndim:
         return [args[0].reshape(-1).sum()]
     return None

@@ -24,7 +24,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.rewrite import Run, bind, cast_like, evaluate_inner, interpret
+from jaxtrain.program.rewrite import Run, bind, cast_like, evaluate_inner, interpret, run_while, unroll_scan
 
 # Computed outside JAX in the dtypes they declare, or defined on the bits of a number: not lifted to float64.
 _AS_TRACED = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call", "bitcast_convert_type"})
@@ -151,17 +151,21 @@ class NonfiniteTracer:
     def _rule(self, eqn: JaxprEqn, args: list[Any], run: Run) -> list[TracedValue]:
         inputs, name = [self._traced(x) for x in args], eqn.primitive.name
         if name in equations.APPLICATIONS:
-            self._calls.append((eqn.params.get("name", ""), self._line(eqn)))
+            self._calls.append((equations.label(eqn), self._line(eqn)))
             try:
-                return evaluate_inner(equations.called_jaxpr(eqn), inputs, run)
+                return evaluate_inner(equations.body(eqn), inputs, run)
             finally:
                 self._calls.pop()
+
+        def traced(*body: Any) -> list[TracedValue]:
+            return [self._traced(x) for x in run(*body)]
+
         if name == "scan":
-            return self._scan(eqn, inputs, run)
+            return unroll_scan(eqn, inputs, traced, index=_slice, stack=_stack)
         if name == "while":
-            return self._while(eqn, inputs, run)
+            return run_while(eqn, inputs, traced, lambda x: bool(x.value))
         if name == "cond":
-            return evaluate_inner(eqn.params["branches"][int(inputs[0].value)], inputs[1:], run)
+            return evaluate_inner(equations.branches(eqn)[int(inputs[0].value)], inputs[1:], run)
         values = [x.value for x in inputs]
         outs = _in_float64(eqn, values) if self._wide else bind(eqn, values)
         return [self._output(eqn, inputs, out) for out in outs]
@@ -179,23 +183,6 @@ class NonfiniteTracer:
             sources=frozenset[int]().union(*(x.sources for x in inputs)),
         )
         return self._record(found, out)
-
-    def _scan(self, eqn: JaxprEqn, args: list[TracedValue], run: Run) -> list[TracedValue]:
-        body, length = eqn.params["jaxpr"], eqn.params["length"]
-        n_consts, n_carry = equations.scan_sizes(eqn)
-        consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
-        ys: list[list[TracedValue]] = [[]] * length
-        for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            outs = [self._traced(x) for x in evaluate_inner(body, [*consts, *carry, *(_slice(x, i) for x in xs)], run)]
-            carry, ys[i] = outs[:n_carry], outs[n_carry:]
-        return [*carry, *(_stack(y) for y in zip(*ys, strict=True))]
-
-    def _while(self, eqn: JaxprEqn, args: list[TracedValue], run: Run) -> list[TracedValue]:
-        n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        cond_consts, body_consts, carry = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
-        while bool(self._traced(evaluate_inner(eqn.params["cond_jaxpr"], [*cond_consts, *carry], run)[0]).value):
-            carry = [self._traced(x) for x in evaluate_inner(eqn.params["body_jaxpr"], [*body_consts, *carry], run)]
-        return carry
 
     def _line(self, eqn: JaxprEqn) -> str:
         """Return the innermost user line of the equation; for a derivative, the line of the original operation."""
@@ -248,7 +235,7 @@ def _in_float64(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
         return values
     if name in _AS_TRACED:
         return [_to_float64(out) for out in bind(eqn, cast_like([v.aval for v in eqn.invars], values))]
-    return bind(eqn.replace(params={key: _lifted(value) for key, value in eqn.params.items()}), values)
+    return bind(equations.map_params(eqn, _lifted), values)
 
 
 def _lifted(param: Any) -> Any:
@@ -293,7 +280,7 @@ def _slice(x: TracedValue, i: int) -> TracedValue:
     return TracedValue(value, x.sources if x.sources and not _is_finite(value) else frozenset())
 
 
-def _stack(slices: Sequence[TracedValue]) -> TracedValue:
+def _stack(slices: Sequence[TracedValue], _: Any) -> TracedValue:
     return TracedValue(jnp.stack([y.value for y in slices]), frozenset[int]().union(*(y.sources for y in slices)))
 
 

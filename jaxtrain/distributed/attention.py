@@ -23,10 +23,10 @@ def find_attention(eqn: JaxprEqn) -> tuple[Options, tuple[str, ...]] | None:
     if len(traced) != 1 or len(traced[0].eqns) != 1 or traced[0].eqns[0].primitive.name != "custom_vjp_call":
         return None
     (marked,) = traced[0].eqns
-    body = marked.params["call_jaxpr"].eqns
+    body = equations.body(marked).eqns
     if len(body) != 1 or body[0].primitive is not FORWARD or marked.invars != traced[0].invars:
         return None
-    options = dict(body[0].params)
+    options = {**equations.params(body[0])}
     given = options.pop("given")
     return Options(**options), given
 

@@ -103,7 +103,7 @@ def constrain_shardings(
                 if not constraints.lengths:
                     return None
                 if eqn.primitive.name == "reduce_max":
-                    return rewrite.bind(eqn, [constraints.constrain_scores(args[0], eqn.params["axes"])])
+                    return rewrite.bind(eqn, [constraints.constrain_scores(args[0], equations.axes(eqn))])
                 return unmerge_rows(eqn, args, run)
 
             return rewrite.interpret(closed.jaxpr, closed.consts, leaves, rule)

@@ -18,7 +18,7 @@ from jaxtrain.distributed.constraints import ShardingConstraints
 from jaxtrain.distributed.mesh import FSDP
 from jaxtrain.distributed.sharding import replicate_over
 from jaxtrain.passes import DIVIDED_LOOKUP
-from jaxtrain.program import rewrite
+from jaxtrain.program import equations, rewrite
 
 
 class Tables:
@@ -40,7 +40,7 @@ class Tables:
             return None
         if eqn.primitive.name == "gather":
             return [self._constraints.constrain_tokens(self._lookup(eqn, args))]
-        if eqn.primitive.name == "transpose" and eqn.params["permutation"] == (1, 0):
+        if eqn.primitive.name == "transpose" and equations.permutation(eqn) == (1, 0):
             (out,) = rewrite.bind(eqn, args)
             self._transposed[id(out)] = out, args[0]
             return [out]
@@ -50,11 +50,11 @@ class Tables:
         """Return a product with a transposed table as one with the table; None for every other operation."""
         if eqn.primitive.name != "dot_general" or id(args[1]) not in self._transposed:
             return None
-        (of_rows, of_table), (batch, _) = eqn.params["dimension_numbers"]
+        (of_rows, of_table), (batch, _) = equations.contraction(eqn)
         if batch or len(of_table) != 1:
             return None
         numbers = (of_rows, (1 - of_table[0],)), ((), ())
-        eqn = eqn.replace(params={**eqn.params, "dimension_numbers": numbers})
+        eqn = equations.with_params(eqn, dimension_numbers=numbers)
         return eqn, [args[0], self._transposed[id(args[1])][1]]
 
     def _lookup(self, eqn: JaxprEqn, args: list[Any]) -> Any:

@@ -14,6 +14,7 @@ and transposed convolutions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.export.onnx_graph import IR_VERSION, OPSET, Graph, Value, constant, element_type
 from jaxtrain.export.onnx_operators import OPERATORS, unsupported
 from jaxtrain.models.attention import FORWARD, as_formula
-from jaxtrain.program.equations import APPLICATIONS, called_jaxpr, scan_sizes
-from jaxtrain.program.rewrite import bind, make_jaxpr
+from jaxtrain.program import equations
+from jaxtrain.program.equations import APPLICATIONS
+from jaxtrain.program.rewrite import bind, make_jaxpr, unroll_scan
 
 MAX_BYTES = 2**31 - 1
 """Largest size of a protobuf, and so of an ONNX file."""
@@ -160,7 +162,7 @@ def _line(eqn: JaxprEqn) -> str:
 def _convert_equation(graph: Graph, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
     name = eqn.primitive.name
     if name in APPLICATIONS:
-        body = called_jaxpr(eqn)
+        body = equations.body(eqn)
         closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
         return _convert(graph, closed.jaxpr, closed.consts, inputs)
     if name == FORWARD.name:
@@ -170,7 +172,7 @@ def _convert_equation(graph: Graph, eqn: JaxprEqn, inputs: list[Value]) -> list[
         return _unroll_scan(graph, eqn, inputs)
     if name == "cond" and inputs[0].array is not None:
         # The condition of an unrolled layer, which `lax.cond` has clamped.
-        branch = eqn.params["branches"][int(inputs[0].array)]
+        branch = equations.branches(eqn)[int(inputs[0].array)]
         return _convert(graph, branch.jaxpr, branch.consts, inputs[1:])
     if _is_foldable(eqn, inputs):
         arrays = [graph.expand(x, v.aval.shape).array for x, v in zip(inputs, eqn.invars, strict=True)]  # type: ignore[attr-defined]
@@ -194,18 +196,13 @@ def _is_foldable(eqn: JaxprEqn, inputs: Sequence[Value]) -> bool:
 
 def _unroll_scan(graph: Graph, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
     """Unroll a scan; the weights of each layer of a stack become separate initializers."""
-    body, length = eqn.params["jaxpr"], eqn.params["length"]
-    n_consts, n_carry = scan_sizes(eqn)
-    consts, carry, stacks = inputs[:n_consts], inputs[n_consts : n_consts + n_carry], inputs[n_consts + n_carry :]
-    steps: list[list[Value]] = [[]] * length
-    for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-        outs = _convert(graph, body.jaxpr, body.consts, [*consts, *carry, *(_row(graph, x, i) for x in stacks)])
-        carry, steps[i] = outs[:n_carry], outs[n_carry:]
-    shapes = [v.aval.shape for v in body.jaxpr.outvars[n_carry:]]
-    return [
-        *carry,
-        *(_stack_rows(graph, ys, shape) for ys, shape in zip(zip(*steps, strict=True), shapes, strict=True)),
-    ]
+    return unroll_scan(
+        eqn,
+        inputs,
+        partial(_convert, graph),
+        index=partial(_row, graph),
+        stack=lambda rows, aval: _stack_rows(graph, rows, aval.shape),
+    )
 
 
 def _stack_rows(graph: Graph, rows: Sequence[Value], shape: Any) -> Value:

@@ -15,6 +15,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxtrain.errors import UserError
 from jaxtrain.export.onnx_graph import Graph, Value, constant, element_type, integers
+from jaxtrain.program import equations
 
 Operator = Callable[[Graph, JaxprEqn, Sequence[Value]], list[Value]]
 
@@ -86,7 +87,7 @@ def _clamp(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
 
 
 def _cast(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    return [graph.node("Cast", *inputs, to=element_type(eqn.params["new_dtype"]), unexpanded=inputs[0].unexpanded)]
+    return [graph.node("Cast", *inputs, to=element_type(equations.dtype(eqn)), unexpanded=inputs[0].unexpanded)]
 
 
 def _identity(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
@@ -127,7 +128,7 @@ def _iota(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
 
 
 def _transpose(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    return [graph.node("Transpose", *inputs, perm=eqn.params["permutation"], unexpanded=inputs[0].unexpanded)]
+    return [graph.node("Transpose", *inputs, perm=equations.permutation(eqn), unexpanded=inputs[0].unexpanded)]
 
 
 def _squeeze(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
@@ -206,7 +207,7 @@ def _top_k(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
 
 def _dot_general(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     """Transpose to [batch…, free, contracted] and [batch…, contracted, free], multiply, reshape."""
-    (contracted, batches), out = eqn.params["dimension_numbers"], _aval(eqn.outvars[0])
+    (contracted, batches), out = equations.contraction(eqn), _aval(eqn.outvars[0])
     if len({out.dtype, *(_aval(v).dtype for v in eqn.invars)}) > 1:
         raise unsupported(graph, eqn, "result wider than its operands")
     sides = []
@@ -226,7 +227,7 @@ def _dot_general(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[V
 
 
 def _conv(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    params, dims = eqn.params, eqn.params["dimension_numbers"]
+    params, dims = eqn.params, equations.contraction(eqn)
     if any(by != 1 for by in params["lhs_dilation"]) or params["batch_group_count"] != 1:
         raise unsupported(graph, eqn, "transposed convolution or gradient of a convolution")
     x, kernel = _expand_all(graph, eqn, inputs)
@@ -251,7 +252,7 @@ def _conv(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
 
 def _gather(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     x, indices = _expand_all(graph, eqn, inputs)
-    dims, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], _aval(eqn.invars[0]).shape
+    dims, sizes, shape = equations.contraction(eqn), eqn.params["slice_sizes"], _aval(eqn.invars[0]).shape
     # Out of bounds, JAX clips or fills; ONNX raises an error.
     if eqn.params["mode"] not in (lax.GatherScatterMode.PROMISE_IN_BOUNDS, lax.GatherScatterMode.CLIP):
         raise unsupported(graph, eqn, "fill value for indices out of bounds")
@@ -334,7 +335,7 @@ def _size(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
 
 def _window(graph: Graph, eqn: JaxprEqn, x: Value, start: Sequence[int]) -> Value:
     """Convert a gather at one constant index to a slice."""
-    dims, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], _aval(eqn.invars[0]).shape
+    dims, sizes, shape = equations.contraction(eqn), eqn.params["slice_sizes"], _aval(eqn.invars[0]).shape
     begin = [0] * len(shape)
     for axis, at in zip(dims.start_index_map, start, strict=True):
         begin[axis] = at

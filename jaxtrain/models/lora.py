@@ -28,6 +28,7 @@ from jaxtrain.models.dropout import dropout
 from jaxtrain.models.parameter_forms import KernelForm, Product, array_of, evaluate, is_form
 from jaxtrain.passes import autocast_disabled
 from jaxtrain.paths import path_name
+from jaxtrain.program import equations
 
 
 @dataclass(frozen=True)
@@ -292,7 +293,7 @@ class _Adapted(KernelForm):
         result = product(x, self.kernel)
         dropped = dropout(x.astype(self.a.dtype), self.rate, self.key)
         thin = product.by(dropped, self.a)
-        delta = self.scale * jnp.matmul(thin, self.b, precision=product.eqn.params["precision"])
+        delta = self.scale * jnp.matmul(thin, self.b, precision=equations.precision(product.eqn))
         if self.m is None:
             return result, delta
         factor = self.magnification().reshape((1,) * (result.ndim - 1) + (-1,))

@@ -42,8 +42,8 @@ class Product(NamedTuple):
 
     def by(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
         """Multiply by another kernel [in, out]."""
-        (contracted, _), batch = self.eqn.params["dimension_numbers"]
-        return lax.dot_general(x, kernel, ((contracted, (0,)), batch), precision=self.eqn.params["precision"])
+        (contracted, _), batch = equations.contraction(self.eqn)
+        return lax.dot_general(x, kernel, ((contracted, (0,)), batch), precision=equations.precision(self.eqn))
 
 
 class Form:
@@ -239,12 +239,13 @@ class _Rule:
             carry = map(array_of, args[n_consts : n_consts + n_carry])
             return rewrite.HIGHER_ORDER[name](eqn, [*args[:n_consts], *carry, *args[n_consts + n_carry :]], run)
         if name == "while":
-            n_consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+            loop = equations.while_loop(eqn)
+            n_consts = loop.n_condition + loop.n_body
             return rewrite.HIGHER_ORDER[name](eqn, [*args[:n_consts], *map(array_of, args[n_consts:])], run)
-        if name == "transpose" and isinstance(args[0], KernelForm) and eqn.params["permutation"] == (1, 0):
+        if name == "transpose" and isinstance(args[0], KernelForm) and equations.permutation(eqn) == (1, 0):
             return [args[0].transpose()]
         if name == "convert_element_type" and isinstance(args[0], KernelForm) and _is_floating(eqn):
-            return [args[0].astype(eqn.params["new_dtype"])]
+            return [args[0].astype(equations.dtype(eqn))]
         if name == "dot_general" and _multiplies_by_form(eqn, args):
             return self._product(eqn, *args)
         outs = _evaluated_with_arrays(eqn, args, run)
@@ -262,7 +263,7 @@ class _Rule:
 
 
 def _is_floating(eqn: JaxprEqn) -> bool:
-    return bool(jnp.issubdtype(eqn.params["new_dtype"], np.floating))
+    return bool(jnp.issubdtype(equations.dtype(eqn), np.floating))
 
 
 def _evaluated_with_arrays(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
@@ -290,7 +291,7 @@ def _equations(traced: Jaxpr) -> Iterator[JaxprEqn]:
 def _multiplies_by_form(eqn: JaxprEqn, args: list[Any]) -> bool:
     """Whether the equation multiplies activations by a form along its inputs."""
     x, kernel = args
-    (_, contracted), batch = eqn.params["dimension_numbers"]
+    (_, contracted), batch = equations.contraction(eqn)
     if is_form(x) or not isinstance(kernel, KernelForm) or kernel.ndim != 2:
         return False
     return contracted == (kernel.inputs_axis,) and batch == ((), ())

@@ -85,7 +85,7 @@ def scale_blocks(
             return _evaluate_outside(eqn, args)
         if eqn.primitive.name == "scan":
             return _evaluate_scan(eqn, args, own, run)
-        if any(isinstance(x, jax.sharding.Sharding) for x in eqn.params.get("in_shardings", ())):
+        if any(equations.operand_shardings(eqn)):
             args = [_differentiated(_used(x)) if isinstance(x, _Differentiated) else x for x in args]
         return blocks.enter(eqn, args, own, run)
 
@@ -156,7 +156,7 @@ def _trained(params: Any, frozen: Frozen) -> set[int]:
 def _evaluate_outside(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     """Evaluate an equation without blocks, some operands of which are differentiated."""
     if eqn.primitive.name == "convert_element_type" and _is_floating(eqn.outvars[0].aval):
-        dtype = eqn.params["new_dtype"]
+        dtype = equations.dtype(eqn)
         return [_Differentiated(_converted(args[0].value, dtype), dtype)]
     if eqn.primitive.name in _LAYOUT:
         return [_Differentiated(rewrite.bind(eqn, [args[0].value])[0], args[0].dtype)]

@@ -66,9 +66,9 @@ def add_hooks(compute: Callable[..., Any], hooks: Mapping[str, Hook]) -> Callabl
 
     def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         del run
-        if eqn.primitive.name != "name" or eqn.params["name"] not in hooks:
+        if eqn.primitive.name != "name" or equations.label(eqn) not in hooks:
             return None
-        return [hook(x, hooks[eqn.params["name"]]) for x in rewrite.bind(eqn, args)]
+        return [hook(x, hooks[equations.label(eqn)]) for x in rewrite.bind(eqn, args)]
 
     def compute_hooked(params: Any, *args: Any) -> Any:
         paths = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
@@ -85,7 +85,7 @@ def add_hooks(compute: Callable[..., Any], hooks: Mapping[str, Hook]) -> Callabl
 def _names(traced: Jaxpr) -> Iterator[str]:
     for eqn in traced.eqns:
         if eqn.primitive.name == "name":
-            yield eqn.params["name"]
+            yield equations.label(eqn)
         for inner in equations.inner_jaxprs(eqn):
             yield from _names(inner)
 

@@ -142,7 +142,7 @@ class _Walk:
 
     def _in_8_bits(self, eqn: JaxprEqn, args: list[Any], kinds: list[_Kind]) -> Any:
         """Count the operands of a product in 8 bits and the gradient of its result."""
-        fp8, formats, joined = eqn.params["fp8"], self._formats, _joined(kinds)
+        fp8, formats, joined = equations.own(eqn, "fp8"), self._formats, _joined(kinds)
         x, kernel, *bias = args
         of_rows = partial(_count_scaled, partial(scaled_rows, fp8), formats.values)
         of_kernel = partial(_count_scaled, partial(scaled_kernel, fp8), formats.values)
@@ -186,7 +186,7 @@ class _Walk:
         return outs
 
     def _scan(self, eqn: JaxprEqn, args: list[Any], kinds: list[_Kind]) -> list[Any]:
-        closed, length = eqn.params["jaxpr"], eqn.params["length"]
+        closed, length = equations.body(eqn), equations.trip_count(eqn)
         n_consts, n_carry = equations.scan_sizes(eqn)
         body, n = closed.jaxpr, n_consts + n_carry
         carried = _joined(kinds)  # what the carry is computed from after the first step
@@ -206,7 +206,7 @@ class _Walk:
             outs = rewrite.interpret(body, closed.consts, inputs, self._rule)
             return rewrite.cast_like(avals, outs[:n_carry]), outs[n_carry:]
 
-        options = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
+        options = equations.loop_options(eqn)
         carry, ys = lax.scan(step, rewrite.cast_like(avals, args[n_consts:n]), (args[n:], own), **options)
         if per_step:
             self._blocks, self._next_block, self._counter = blocks, first + length * per_step, self._after

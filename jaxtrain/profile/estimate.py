@@ -13,6 +13,7 @@ from jaxtrain.cost import LIBRARIES, Ceilings, estimate_seconds, short_path
 from jaxtrain.profile.kinds import kind_of_opcodes
 from jaxtrain.profile.program import ATTENTION
 from jaxtrain.profile.trace import Row, Span, table_rows
+from jaxtrain.program import equations
 from jaxtrain.program.equations import inner_jaxprs
 
 # XLA's opcodes of primitives with another name that are not elementwise.
@@ -69,7 +70,7 @@ def _operations(jaxpr: Jaxpr, device: Ceilings, times: int) -> Iterator[tuple[Sp
     for eqn in jaxpr.eqns:
         inner, often, once = inner_jaxprs(eqn), times, estimate_seconds(jaxpr.replace(eqns=[eqn]), device)
         if eqn.primitive.name == "scan":
-            often = times * int(eqn.params["length"])
+            often = times * int(equations.trip_count(eqn))
         elif eqn.primitive.name == "cond":
             inner = [max(inner, key=lambda branch: estimate_seconds(branch, device))]
         # Reductions and sorts also contain a jaxpr, of two scalars, which costs less than they do.

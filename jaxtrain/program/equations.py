@@ -1,9 +1,14 @@
-"""What an equation of a jaxpr says: the only file that reads the parameters of JAX's equations."""
+"""What an equation of a jaxpr says, whatever the version of JAX calls it.
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+`rewrite.py` builds equations of control flow anew, and reads their further parameters for it. No other file reads them
+(`tests/test_architecture.py`); `internals.py` has a probe for each.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 _Function = TypeVar("_Function")
@@ -63,9 +68,15 @@ def marked_function(eqn: JaxprEqn, prefix: str, functions: Mapping[str, _Functio
     return functions[name]
 
 
-def called_jaxpr(eqn: JaxprEqn) -> Any:
-    """Return the jaxpr, closed or not, that an equation of `APPLICATIONS` applies to its operands."""
+def body(eqn: JaxprEqn) -> Any:
+    """Return the jaxpr, closed or not, that an equation applies to its operands, or a scan repeats."""
     return next(eqn.params[key] for key in ("call_jaxpr", "jaxpr", "call") if key in eqn.params)
+
+
+def label(eqn: JaxprEqn) -> str:
+    """Return the name of the function that an equation calls, or of the value that it names; "" if there is none."""
+    name = eqn.params.get("name", "")
+    return name if isinstance(name, str) else ""
 
 
 def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
@@ -74,3 +85,170 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
         consts, carry, _ = eqn.params["ft_in"].unpack()
         return len(consts), len(carry)
     return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def trip_count(eqn: JaxprEqn) -> int:
+    """Return the number of steps of a scan."""
+    return int(eqn.params["length"])
+
+
+def is_reversed(eqn: JaxprEqn) -> bool:
+    """Return whether a scan begins with the last slices."""
+    return bool(eqn.params["reverse"])
+
+
+def loop_options(eqn: JaxprEqn) -> dict[str, Any]:
+    """Return the options of `lax.scan` that a scan has."""
+    return {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+
+
+class While(NamedTuple):
+    """A while loop. Its operands are the constants of the condition, those of the body, and the carry."""
+
+    condition: ClosedJaxpr
+    body: ClosedJaxpr
+    n_condition: int
+    n_body: int
+
+
+def while_loop(eqn: JaxprEqn) -> While:
+    """Return the parts of a while loop."""
+    params = eqn.params
+    return While(params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"], params["body_nconsts"])
+
+
+def branches(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
+    """Return the branches of a condition, whose first operand is the number of the one that is taken."""
+    return tuple(eqn.params["branches"])
+
+
+def platforms_of_branches(eqn: JaxprEqn) -> Sequence[Sequence[str] | None] | None:
+    """Return the platforms of each branch of `lax.platform_dependent`; None for another condition."""
+    platforms: Sequence[Sequence[str] | None] | None = eqn.params.get("branches_platforms")
+    return platforms
+
+
+def contraction(eqn: JaxprEqn) -> Any:
+    """Return the axes of a product, a convolution or a gather, as `lax.dot_general` and its like take them."""
+    names = ("dimension_numbers", "ragged_dot_dimension_numbers")
+    return next(eqn.params[name] for name in names if name in eqn.params)
+
+
+def precision(eqn: JaxprEqn) -> Any:
+    """Return the precision that a product asks for; None for the default one."""
+    return eqn.params.get("precision")
+
+
+def accumulated_in(eqn: JaxprEqn) -> Any:
+    """Return the dtype of the result that a product asks for; None for that of its operands."""
+    return eqn.params["preferred_element_type"]
+
+
+class Window(NamedTuple):
+    """Where a convolution applies its kernel, as `lax.conv_general_dilated` takes it."""
+
+    strides: Sequence[int]
+    padding: Sequence[tuple[int, int]]
+    lhs_dilation: Sequence[int]
+    rhs_dilation: Sequence[int]
+    feature_groups: int
+    batch_groups: int
+
+
+def window(eqn: JaxprEqn) -> Window:
+    """Return where a convolution applies its kernel."""
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "feature_group_count", "batch_group_count")
+    return Window(*(eqn.params[name] for name in names))
+
+
+def is_plain_reshape(eqn: JaxprEqn) -> bool:
+    """Return whether a reshape keeps the order of elements and gives its result no sharding."""
+    return eqn.params["dimensions"] is None and eqn.params["sharding"] is None
+
+
+class Split(NamedTuple):
+    """An axis and the sizes of its parts."""
+
+    axis: int
+    sizes: tuple[int, ...]
+
+
+def split_of(eqn: JaxprEqn) -> Split:
+    """Return what a split divides."""
+    return Split(eqn.params["axis"], eqn.params["sizes"])
+
+
+def dtype(eqn: JaxprEqn) -> np.dtype[Any]:
+    """Return the dtype that an equation converts to."""
+    return np.dtype(eqn.params["new_dtype"])
+
+
+def permutation(eqn: JaxprEqn) -> tuple[int, ...]:
+    """Return the axis of the operand that each axis of a transpose is."""
+    return tuple(eqn.params["permutation"])
+
+
+def axes(eqn: JaxprEqn) -> tuple[int, ...]:
+    """Return the axes that a reduction or a squeeze removes, or of a broadcast's result those of the operand."""
+    names = ("axes", "broadcast_dimensions", "dimensions")
+    return tuple(next(eqn.params[name] for name in names if name in eqn.params))
+
+
+def sharding(eqn: JaxprEqn) -> Any:
+    """Return the sharding that an equation gives its result; None without one."""
+    return eqn.params.get("sharding")
+
+
+def operand_shardings(eqn: JaxprEqn) -> list[jax.sharding.Sharding | None]:
+    """Return the shardings that a jitted function asks of its operands; none of other equations."""
+    given = eqn.params.get("in_shardings", ())
+    return [x if isinstance(x, jax.sharding.Sharding) else None for x in given]
+
+
+class ShardMap(NamedTuple):
+    """The options of `jax.shard_map`."""
+
+    mesh: Any
+    in_specs: Sequence[Any]
+    out_specs: Sequence[Any]
+    check_vma: bool
+
+
+def shard_map_options(eqn: JaxprEqn) -> ShardMap:
+    """Return the options of a `shard_map`, but for its axes (`internals.manual_axes`)."""
+    return ShardMap(*(eqn.params[name] for name in ShardMap._fields))
+
+
+def prevents_cse(eqn: JaxprEqn) -> bool:
+    """Return whether a checkpoint keeps the compiler from merging what it computes again."""
+    return bool(eqn.params["prevent_cse"])
+
+
+def is_opaque(eqn: JaxprEqn) -> bool:
+    """Return whether only JAX knows what the derivative of a `custom_vjp` receives."""
+    return bool(eqn.params["symbolic_zeros"] or eqn.params["num_consts"])
+
+
+def hijax_operation(eqn: JaxprEqn) -> str:
+    """Return the name of an operation of `jax.experimental.hijax`."""
+    return type(eqn.params["_prim"]).__name__
+
+
+def params(eqn: JaxprEqn) -> Mapping[str, Any]:
+    """Return all parameters of an equation, to compare them, or to apply its primitive."""
+    return eqn.params
+
+
+def own(eqn: JaxprEqn, name: str) -> Any:
+    """Return a parameter of a primitive of this project."""
+    return eqn.params[name]
+
+
+def with_params(eqn: JaxprEqn, **changes: Any) -> JaxprEqn:
+    """Return an equation with other parameters."""
+    return eqn.replace(params={**eqn.params, **changes})
+
+
+def map_params(eqn: JaxprEqn, change: Callable[[Any], Any]) -> JaxprEqn:
+    """Return an equation with each of its parameters changed."""
+    return eqn.replace(params={name: change(x) for name, x in eqn.params.items()})

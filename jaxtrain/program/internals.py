@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jax import ad_checkpoint, lax
 from jax.experimental import xla_metadata
 from jax.extend.core import JaxprEqn
 
@@ -306,6 +307,18 @@ def _scan(x: jax.Array) -> jax.Array:
     return lax.scan(lambda carry, y: (carry + y, y), jnp.zeros(()), x)[0]
 
 
+def _product(x: jax.Array) -> jax.Array:
+    return lax.dot(x, x)
+
+
+def _ragged_product(x: jax.Array) -> jax.Array:
+    return lax.ragged_dot(x[:, None], x[:, None, None], jnp.ones(3, np.int32))
+
+
+def _constrained(x: jax.Array) -> jax.Array:
+    return lax.with_sharding_constraint(x, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
+
+
 def _scan_sizes_are_readable() -> bool:
     params = _equation(_scan, "scan").params
     if "ft_in" in params:  # since JAX 0.11
@@ -388,6 +401,24 @@ INTERNALS: tuple[Internal, ...] = (
     ),
     _has_params("cond", lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), "branches"),
     _has_params("cond", lambda x: lax.platform_dependent(x, cuda=jnp.sin, default=jnp.cos), "branches_platforms"),
+    _has_params("dot_general", _product, "dimension_numbers", "precision", "preferred_element_type"),
+    _has_params("ragged_dot_general", _ragged_product, "ragged_dot_dimension_numbers"),
+    _has_params(
+        "conv_general_dilated",
+        lambda x: lax.conv(x[None, None], x[None, None], (1,), "SAME"),
+        *("dimension_numbers", "precision", "preferred_element_type", "window_strides", "padding"),
+        *("lhs_dilation", "rhs_dilation", "feature_group_count", "batch_group_count"),
+    ),
+    _has_params("gather", lambda x: x[jnp.zeros((2, 1), np.int32)], "dimension_numbers"),
+    _has_params("convert_element_type", lambda x: x.astype(np.int32), "new_dtype"),
+    _has_params("transpose", lambda x: jnp.outer(x, x).T, "permutation"),
+    _has_params("reduce_sum", jnp.sum, "axes"),
+    _has_params("squeeze", lambda x: lax.squeeze(x[None], (0,)), "dimensions"),
+    _has_params("broadcast_in_dim", lambda x: lax.broadcast(x, (2,)), "broadcast_dimensions"),
+    _has_params("reshape", lambda x: lax.reshape(x, (3, 1)), "dimensions", "sharding"),
+    _has_params("split", lambda x: lax.split(x, (1, 2)), "axis", "sizes"),
+    _has_params("name", lambda x: ad_checkpoint.checkpoint_name(x, "x"), "name"),
+    _has_params("sharding_constraint", _constrained, "sharding"),
     Internal("cudnn._dot_product_attention_fwd_p_wrapper", _fused, _attention_is_known),
     Internal("cudnn._dot_product_attention_bwd_p_wrapper", _fused, _attention_backward_is_known),
     Internal(

@@ -22,7 +22,13 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxtrain.program.equations import EVALUATIONS, called_jaxpr, scan_sizes
+from jaxtrain.program.equations import (
+    EVALUATIONS,
+    body,
+    is_opaque,
+    scan_sizes,
+    while_loop,
+)
 from jaxtrain.program.internals import manual_axes, readable_equations, source_info_util
 
 Run = Callable[[Jaxpr, Sequence[Any], Sequence[Any]], list[Any]]
@@ -201,7 +207,7 @@ def _jit(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
 
 def _evaluate_called(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     """Evaluate the jaxpr of an equation that is nothing but its jaxpr, applied to its operands."""
-    return evaluate_inner(called_jaxpr(eqn), args, run)
+    return evaluate_inner(body(eqn), args, run)
 
 
 def _with_metadata(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
@@ -240,15 +246,22 @@ def _scan(eqn: JaxprEqn, args: list[Any], run: Run, results: Sequence[Any] = ())
 
 
 def unroll_scan(
-    eqn: JaxprEqn, args: list[Any], run: Run, between: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    eqn: JaxprEqn,
+    args: list[Any],
+    run: Run,
+    between: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    index: Callable[[Any, int], Any] = lambda x, i: lax.index_in_dim(x, i, keepdims=False),
+    stack: Callable[[Sequence[Any], Any], Any] = lambda values, _: jax.numpy.stack(values),
 ) -> list[Any]:
     """Evaluate a scan step by step, its body once per step.
 
     Args:
       eqn: The scan.
-      args: Its operands.
+      args: Its operands, arrays or values of another kind.
       run: Evaluates a body.
       between: Replaces, before each step, its carry and the slices of the step after it, of which the last has none.
+      index: `index(x, i)` is slice i of an operand.
+      stack: `stack(values, aval)` are the results of all steps, whose shape and dtype `aval` has, as one.
 
     Returns:
       Its results.
@@ -258,13 +271,23 @@ def unroll_scan(
     consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     ys: list[list[Any]] = [[]] * length
     steps = [*reversed(range(length))] if eqn.params["reverse"] else [*range(length)]
-    slices = [[lax.index_in_dim(x, i, keepdims=False) for x in xs] for i in steps]
+    slices = [[index(x, i) for x in xs] for i in steps]
     for i, own, following in zip(steps, slices, [*slices[1:], []], strict=True):
         if between is not None:
             carry, following[:] = between(carry, following)
         outs = run(body.jaxpr, body.consts, [*consts, *carry, *own])
         carry, ys[i] = outs[:n_carry], outs[n_carry:]
-    return [*carry, *(jax.numpy.stack(y) for y in zip(*ys, strict=True))]
+    return [*carry, *map(stack, zip(*ys, strict=True), body.out_avals[n_carry:])]
+
+
+def run_while(eqn: JaxprEqn, args: list[Any], run: Run, is_true: Callable[[Any], bool]) -> list[Any]:
+    """Evaluate a while loop turn by turn, as long as `is_true` of its condition."""
+    loop = while_loop(eqn)
+    end = loop.n_condition + loop.n_body
+    of_condition, of_body, carry = args[: loop.n_condition], args[loop.n_condition : end], args[end:]
+    while is_true(evaluate_inner(loop.condition, [*of_condition, *carry], run)[0]):
+        carry = evaluate_inner(loop.body, [*of_body, *carry], run)
+    return carry
 
 
 def _while(eqn: JaxprEqn, args: list[Any], run: Run, results: Sequence[Any] = ()) -> list[Any]:
@@ -319,8 +342,8 @@ def _custom_jvp(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
 
 def _custom_vjp(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     body, backward = eqn.params["call_jaxpr"], eqn.params["bwd"]
-    if eqn.params["symbolic_zeros"] or eqn.params["num_consts"]:
-        return bind_as_traced(eqn, args)  # only JAX knows what its rule would receive for them
+    if is_opaque(eqn):
+        return bind_as_traced(eqn, args)
 
     @jax.custom_vjp
     def fn(*inner: Any) -> list[Any]:

@@ -123,7 +123,7 @@ def _nudged(closed: ClosedJaxpr, errors: jax.Array) -> ClosedJaxpr:
         return tuple(map(changed, value)) if type(value) is tuple else value
 
     body = closed.jaxpr
-    eqns = [eqn.replace(params={key: changed(value) for key, value in eqn.params.items()}) for eqn in body.eqns]
+    eqns = [equations.map_params(eqn, changed) for eqn in body.eqns]
     return ClosedJaxpr(body.replace(eqns=eqns), [_nudged_array(x, errors) for x in closed.consts])
 
 
@@ -161,7 +161,7 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
         if getattr(eqn.invars[0].aval, "dtype", None) in JAX_WIDER:
             _refuse(eqn, "it reads the bits of a number: compute the value instead")
         return rewrite.bind(eqn, args)  # random draws are made of bits and stay unchanged
-    if name == "custom_vjp_call" and (eqn.params["symbolic_zeros"] or eqn.params["num_consts"]):
+    if name == "custom_vjp_call" and equations.is_opaque(eqn):
         _refuse(eqn, "its derivative is opaque: write it without symbolic zeros, with everything it reads as arguments")
     if name in ("scan", "while", "cond"):
         # Rebuilt with the dtypes of their bodies' arguments, which must be converted first.
@@ -171,11 +171,11 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
     if name in DECLARED and any(_is_low(v.aval) for v in eqn.outvars):
         _refuse(eqn, "it returns the dtype that it declares: declare that of its arguments")
     if name == equations.HIJAX:
-        kind = type(eqn.params["_prim"]).__name__
+        kind = equations.hijax_operation(eqn)
         _refuse(eqn, f"{kind} of jax.experimental.hijax has its own dtypes: write the model without it")
-    if name == "convert_element_type" and _is_8_bits(eqn.params["new_dtype"]):
+    if name == "convert_element_type" and _is_8_bits(equations.dtype(eqn)):
         # As PyTorch does, by way of float32.
-        return [rounded_once(lax.convert_element_type(args[0], np.float32), eqn.params["new_dtype"])]
+        return [rounded_once(lax.convert_element_type(args[0], np.float32), equations.dtype(eqn))]
     if name == "dot_general":
         args = [lax.convert_element_type(x, np.float64) if _is_8_bits(x.dtype) else x for x in args]
     return rewrite.bind(_lifted(eqn), args)
@@ -190,7 +190,7 @@ def _as_it_is(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[A
 
 
 def _lifted(eqn: JaxprEqn) -> JaxprEqn:
-    return eqn.replace(params={key: _lifted_param(value) for key, value in eqn.params.items()})
+    return equations.map_params(eqn, _lifted_param)
 
 
 def _lifted_param(value: Any) -> Any:

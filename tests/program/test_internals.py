@@ -1,6 +1,7 @@
 """Every internal of JAX in use is listed in one module, and the installed JAX has them all."""
 
 import ast
+import re
 from pathlib import Path
 
 import jax
@@ -52,3 +53,40 @@ def test_private_modules_of_jax_are_imported_in_one_place():
     found = [f"{path}:{line}: {name}" for path in FILES if path != listed for line, name in private_imports(path)]
     found += [str(path) for path in FILES if path != listed and "jax._src" in path.read_text()]
     assert not found, "\n".join(found)
+
+
+READERS = [
+    *(Path("jaxtrain") / "program" / f"{name}.py" for name in ("equations", "rewrite", "internals")),
+    # Tables of the parameters of every primitive that is written out.
+    Path("jaxtrain/export/onnx_operators.py"),
+]
+
+
+def test_parameters_of_equations_are_read_in_one_place():
+    """Elsewhere an equation is asked by the functions of `jaxtrain.program.equations`."""
+    found = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path in FILES
+        if path.relative_to(ROOT) not in READERS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "params" and EQUATION.fullmatch(ast.unparse(node.value))
+    ]
+    assert not found, "\n".join(found)
+
+
+EQUATION = re.compile(r"(?:.*\.)?(?:_?eqns?|e|equation|inner|operation|scan|_scan|body|marked)(?:\[.*\])?")
+
+
+def test_every_parameter_that_is_read_has_a_probe():
+    functions = (node for path in READERS[:2] for node in ast.parse((ROOT / path).read_text()).body)
+    read = {
+        constant.value
+        for node in functions
+        if isinstance(node, ast.FunctionDef) and "params" in ast.unparse(node.body[1:] or node.body)
+        for statement in node.body
+        for constant in ast.walk(statement)
+        if isinstance(constant, ast.Constant) and re.fullmatch(r"[a-z_]+", str(constant.value))
+    }
+    probed = set(re.findall(r"\w+", " ".join(internal.name for internal in INTERNALS)))
+    assert read - probed == {"default"}  # the name of a branch, no parameter
+    assert len(read) > 30

@@ -24,7 +24,7 @@ from jaxtrain.models.attention.dropout_mask import kept_of_rows
 from jaxtrain.models.attention.formula import formula, log_sum_exp
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.partitioned import partitioned
-from jaxtrain.program import internals
+from jaxtrain.program import equations, internals
 
 LONG = 256 * 256
 """Number of scores of a head from which attention is one primitive, and on CPUs computed block by block. Measured on
@@ -167,23 +167,23 @@ def _explicit_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...
 
 def draws_mask(eqn: JaxprEqn) -> bool:
     """Return whether an equation is the forward primitive with dropout, whose mask is not in its results."""
-    return eqn.primitive is FORWARD and "rng" in eqn.params["given"]
+    return eqn.primitive is FORWARD and "rng" in equations.own(eqn, "given")
 
 
 def drawn_mask(eqn: JaxprEqn, args: Sequence[Any]) -> jax.Array:
     """Return the dropout mask of such an equation, bool [B, N, T, S]."""
     (_, t, n, _), s = args[0].shape, args[1].shape[1]
-    rng = Operands.joined(eqn.params["given"], args[3:])[0].rng
+    rng = Operands.joined(equations.own(eqn, "given"), args[3:])[0].rng
     assert rng is not None
-    return kept_of_rows(eqn.params["dropout"], rng, (n, t, s))
+    return kept_of_rows(equations.own(eqn, "dropout"), rng, (n, t, s))
 
 
 def as_formula(eqn: JaxprEqn) -> ClosedJaxpr:
     """Return the formula of an equation of the forward primitive; its statistics are 0."""
 
     def compute(q: Any, k: Any, v: Any, *rest: Any) -> list[Any]:
-        options = {name: x for name, x in eqn.params.items() if name != "given"}
-        operands, _ = Operands.joined(eqn.params["given"], rest)
+        options = {name: x for name, x in equations.params(eqn).items() if name != "given"}
+        operands, _ = Operands.joined(equations.own(eqn, "given"), rest)
         statistics: Any = eqn.outvars[1].aval
         return [formula(Options(**options), q, k, v, operands), jnp.zeros(statistics.shape, statistics.dtype)]
 

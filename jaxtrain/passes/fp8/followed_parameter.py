@@ -12,6 +12,7 @@ from jaxtrain.passes.fp8.kernel_parts import EACH, Changes, Part, after
 from jaxtrain.passes.fp8.kernel_scales import KernelScales
 from jaxtrain.passes.fp8.quantized_kernel import QuantizedKernel
 from jaxtrain.passes.numerics.casts import to_dtype
+from jaxtrain.program import equations
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +106,7 @@ def is_identity(eqn: JaxprEqn) -> bool:
     """Return whether an equation returns its operand: a hook, or a constraint of its sharding."""
     if eqn.primitive.name != "custom_vjp_call":
         return eqn.primitive.name == "sharding_constraint"
-    body = eqn.params["call_jaxpr"].jaxpr
+    body = equations.body(eqn).jaxpr
     return _constrained_to(eqn) is not None or (not body.eqns and body.outvars == body.invars)
 
 
@@ -113,6 +114,6 @@ def _constrained_to(eqn: JaxprEqn) -> Any:
     """Return the sharding to which an equation constrains its operand; None if it does not."""
     inner = [eqn]
     if eqn.primitive.name == "custom_vjp_call":
-        inner = eqn.params["call_jaxpr"].jaxpr.eqns
+        inner = equations.body(eqn).jaxpr.eqns
     names = [x.primitive.name for x in inner]
-    return inner[0].params["sharding"] if names == ["sharding_constraint"] else None
+    return equations.sharding(inner[0]) if names == ["sharding_constraint"] else None

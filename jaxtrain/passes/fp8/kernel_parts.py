@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.passes.fp8.kernel_scales import KernelScales
 from jaxtrain.passes.fp8.quantized_kernel import Gathering, QuantizedKernel, Whole, quantize_kernel
 from jaxtrain.passes.fp8.settings import Fp8
-from jaxtrain.program import rewrite
+from jaxtrain.program import equations, rewrite
 from jaxtrain.program.part_specs import Entries, entries, reshaped
 
 _UNCHANGED = frozenset({"copy", "name", "custom_vjp_call", "sharding_constraint"})
@@ -41,7 +41,7 @@ class Change:
     @classmethod
     def of(cls, eqn: JaxprEqn) -> "Change":
         """Return the change by an equation."""
-        return cls(eqn.primitive.name, tuple(sorted(eqn.params.items())), eqn)
+        return cls(eqn.primitive.name, tuple(sorted(equations.params(eqn).items())), eqn)
 
 
 EACH = Change("each")

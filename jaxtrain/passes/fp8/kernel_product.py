@@ -17,6 +17,7 @@ from jaxtrain.passes.fp8.quantized_kernel import Gathering, QuantizedKernel
 from jaxtrain.passes.fp8.settings import Fp8
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.casts import to_dtype
+from jaxtrain.program import equations
 
 MULTIPLE = 16
 """Of which both sizes of a kernel must be multiples, as for `torch._scaled_mm` and cuBLASLt."""
@@ -42,7 +43,7 @@ class KernelProduct(NamedTuple):
         """Return the product that an equation computes, with a bias or without one; None for any other equation."""
         inner = eqn
         if eqn.primitive.name == "custom_jvp_call":
-            inner, *more = eqn.params["call_jaxpr"].jaxpr.eqns
+            inner, *more = equations.body(eqn).jaxpr.eqns
             # Autocast's own products with a derivative: those with a bias, and those that are not rounded.
             is_unrounded = inner.primitive.name == "dot_general" and inner.outvars[0].aval.dtype == np.float32
             if more or not (is_unrounded or inner.primitive.name == BIASED_PRODUCT):
@@ -51,7 +52,7 @@ class KernelProduct(NamedTuple):
             return None
         avals: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
         shapes, dtypes = zip(*((aval.shape, aval.dtype) for aval in avals), strict=True)
-        return cls(shapes[:2], inner.params["dimension_numbers"], (*dtypes[:2], dtypes[-1]), shapes[-1])
+        return cls(shapes[:2], equations.contraction(inner), (*dtypes[:2], dtypes[-1]), shapes[-1])
 
     def refusal(self, args: Sequence[Any], disabled: int, dtypes: Collection[Any], *, is_delayed: bool) -> str | None:
         """Return why the product, of operands in other `dtypes` for example, is not in 8 bits; None if it is."""

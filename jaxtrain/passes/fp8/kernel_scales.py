@@ -10,6 +10,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.passes.fp8.probes import repeated, split
+from jaxtrain.program import equations
 
 _PER_PRODUCT = 3  # of its rows, its kernel and its gradient
 
@@ -49,7 +50,7 @@ class KernelScales(NamedTuple):
           eqn: The equation, whose first operand is the parameter.
           indices: Its other operands.
         """
-        n, params, name = self.n_leading, eqn.params, eqn.primitive.name
+        n, params, name = self.n_leading, equations.params(eqn), eqn.primitive.name
         shape, after = (v.aval.shape[:n] for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
         if name == "slice":
             strides = params["strides"] or (1,) * len(params["start_indices"])

@@ -280,8 +280,8 @@ def _runner(context: _Context, disabled: int) -> rewrite.Run:
             return _scan(eqn, args, inner)
         first, rest = args[0], args[1:]
         if is_parameter(first) and not any(map(is_parameter, rest)):
-            if name == "convert_element_type" and _is_followed(first, eqn.params["new_dtype"]):
-                return [replace(first, dtype=np.dtype(eqn.params["new_dtype"]))]
+            if name == "convert_element_type" and _is_followed(first, equations.dtype(eqn)):
+                return [replace(first, dtype=np.dtype(equations.dtype(eqn)))]
             if name in _LAYOUT or is_identity(eqn):
                 array = _apply(eqn, [first.array, *rest], inner)[0]
                 return [first.changed(eqn, array, rest)]
@@ -314,7 +314,7 @@ def _apply(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
 def _scan(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
     """Scan over layers of parameters. Scales of whole parameters are repeated, so that each step has its own probe."""
     n_consts, n_carry = equations.scan_sizes(eqn)
-    end, length = n_consts + n_carry, eqn.params["length"]
+    end, length = n_consts + n_carry, equations.trip_count(eqn)
     args = [converted(x) if n_consts <= i < end else x for i, x in enumerate(args)]
     of_all = {i: x.scales for i, x in enumerate(args) if _is_whole(x, is_sliced=i >= end)}
     args = [replace(x, scales=None) if i in of_all else x for i, x in enumerate(args)]

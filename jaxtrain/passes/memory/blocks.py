@@ -88,7 +88,7 @@ def blocks_of(eqn: JaxprEqn) -> int:
         return 1
     name = eqn.primitive.name
     if name == "scan":
-        return int(eqn.params["length"]) * count(eqn.params["jaxpr"].jaxpr)
+        return int(equations.trip_count(eqn)) * count(equations.body(eqn).jaxpr)
     return sum(map(count, equations.inner_jaxprs(eqn))) if name in (*equations.CALLS, *_CHECKPOINTS) else 0
 
 
@@ -146,7 +146,7 @@ def enter(eqn: JaxprEqn, args: list[Any], arrays: Any, run: Run) -> Sequence[Any
 
 
 def _scan(eqn: JaxprEqn, args: list[Any], arrays: Any, run: Run) -> list[Any]:
-    body, length = eqn.params["jaxpr"], eqn.params["length"]
+    body, length = equations.body(eqn), equations.trip_count(eqn)
     n_consts, n_carry = equations.scan_sizes(eqn)
     consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     of_steps = jax.tree.map(lambda x: x.reshape(length, x.shape[0] // length, *x.shape[1:]), arrays)
@@ -156,6 +156,6 @@ def _scan(eqn: JaxprEqn, args: list[Any], arrays: Any, run: Run) -> list[Any]:
         outs = run(body.jaxpr, body.consts, [*consts, *carry, *slices], own)
         return outs[:n_carry], outs[n_carry:]
 
-    options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
+    options = equations.loop_options(eqn)
     carry, ys = lax.scan(step, init, (of_steps, xs), **options)
     return [*carry, *ys]

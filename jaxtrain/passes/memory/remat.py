@@ -57,7 +57,7 @@ def _is_inside(save: Callable[..., bool], params: Mapping[str, Any]) -> bool:
     """Return whether a policy saves what a custom_jvp computes, such as a product with its own derivative."""
     computed = params.get("call_jaxpr") if "jvp_jaxpr_fun" in params else None
     return computed is not None and any(
-        save(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params) for eqn in computed.eqns
+        save(eqn.primitive, *(v.aval for v in eqn.invars), **equations.params(eqn)) for eqn in computed.eqns
     )
 
 
@@ -122,7 +122,7 @@ def remat(fn: Callable[..., Any], policy: str, platform: str | None = None) -> C
     def checkpoint_blocks(eqn: JaxprEqn, args: list[Any], run: rewrite.Run, prevent_cse: bool) -> Sequence[Any] | None:
         if not equations.is_call(eqn, BLOCK):
             return None
-        body = eqn.params["jaxpr"]
+        body = equations.body(eqn)
         inner = partial(run, body.jaxpr, body.consts)
         return jax.checkpoint(lambda *a: inner(a), policy=save, prevent_cse=prevent_cse)(*args)
 
@@ -189,12 +189,12 @@ def _names(traced: Jaxpr) -> Iterator[str]:
     for eqn in traced.eqns:
         # `checkpoint_name(h, "h")` has no effect if h, and not its result, is used afterwards.
         if eqn.primitive.name == "name" and id(eqn.outvars[0]) in used:
-            yield eqn.params["name"]
+            yield equations.label(eqn)
 
 
 def _refuse_idle(policy: str, save: Callable[..., Any], checkpointed: list[Jaxpr]) -> None:
-    equations = (eqn for part in checkpointed for eqn in part.eqns)
-    saved = (save(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params) for eqn in equations)
+    every = (eqn for part in checkpointed for eqn in part.eqns)
+    saved = (save(eqn.primitive, *(v.aval for v in eqn.invars), **equations.params(eqn)) for eqn in every)
     if policy != "full" and not any(saved):
         raise UserError(f"remat {policy!r} saves nothing: no checkpointed block has such a product; use full")
 
@@ -215,7 +215,7 @@ def _is_opaque(traced: Jaxpr) -> bool:
 
 def _is_transparent(eqn: JaxprEqn) -> bool:
     """Return whether its forward rule has no other equations than the function: fused attention, or a norm's."""
-    is_fused = [inner.primitive.name for inner in eqn.params["call_jaxpr"].eqns] == [FUSED]
+    is_fused = [inner.primitive.name for inner in equations.body(eqn).eqns] == [FUSED]
     return is_fused or equations.in_scope(eqn, RECOMPUTED)
 
 

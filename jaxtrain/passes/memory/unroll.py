@@ -54,7 +54,7 @@ def unroll(fn: Callable[..., Any], platform: str | None = None, *, on_mesh: bool
     between = on_gpu if is_gpu(platform) else None
 
     def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
-        if eqn.primitive.name == "scan" and _has_block(eqn.params["jaxpr"].jaxpr):
+        if eqn.primitive.name == "scan" and _has_block(equations.body(eqn).jaxpr):
             return rewrite.unroll_scan(eqn, args, run, between)
         return None
 

@@ -53,7 +53,9 @@ def _uses(traced: Jaxpr, var: Any, is_converted: bool = False) -> Iterator[Any]:
     for eqn in traced.eqns:
         for i in (i for i, v in enumerate(eqn.invars) if v is var):
             name = eqn.primitive.name
-            if equations.is_call(eqn, DIVIDED_LOOKUP) or (name == FP8_PRODUCT and i == 1 and eqn.params["is_copied"]):
+            if equations.is_call(eqn, DIVIDED_LOOKUP) or (
+                name == FP8_PRODUCT and i == 1 and equations.own(eqn, "is_copied")
+            ):
                 continue
             if name == "convert_element_type" and not is_converted:
                 yield from _uses(traced, eqn.outvars[0], True)
@@ -68,7 +70,7 @@ def _uses(traced: Jaxpr, var: Any, is_converted: bool = False) -> Iterator[Any]:
 
 def _constrains(eqn: JaxprEqn) -> bool:
     """Return whether an equation only constrains the sharding of its operand, perhaps with a gradient of its own."""
-    body = [eqn] if eqn.primitive.name != "custom_vjp_call" else eqn.params["call_jaxpr"].jaxpr.eqns
+    body = [eqn] if eqn.primitive.name != "custom_vjp_call" else equations.body(eqn).jaxpr.eqns
     return [inner.primitive.name for inner in body] == ["sharding_constraint"]
 
 
@@ -155,7 +157,7 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | N
     if name == "scan":
         args = [_taken(x) if _is_carry(eqn, i) else x for i, x in enumerate(args)]
         return rewrite.HIGHER_ORDER[name](eqn, args, _run)
-    if name == "convert_element_type" and first.value.dtype != first.copy.dtype == eqn.params["new_dtype"]:
+    if name == "convert_element_type" and first.value.dtype != first.copy.dtype == equations.dtype(eqn):
         return [_Gathered(rewrite.bind(eqn, [first.value])[0], first.copy)]
     rebuild = rewrite.HIGHER_ORDER.get(name)
     if _constrains(eqn):

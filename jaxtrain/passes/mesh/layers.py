@@ -46,7 +46,7 @@ class LayeredFunction:
         self._is_stacked = [depends.get(v) == _PARAMS for v in self._xs]
         self._before = [*inputs_of_scan[: n_consts + n_carry], *self._of_stacks(self._xs, False)]
         self._sizes = n_consts, n_carry
-        self.layers: int = self._scan.params["length"]
+        self.layers: int = equations.trip_count(self._scan)
         self.used_before = self._used(self._before)
         self.used_after = self._used(self._jaxpr.outvars)
 
@@ -90,7 +90,7 @@ class LayeredFunction:
         Returns:
           The carry after them, and their outputs, [layers, …].
         """
-        body = jaxpr_as_fun(self._scan.params["jaxpr"])
+        body = jaxpr_as_fun(equations.body(self._scan))
         parts = iter(stacks), iter(others)
         xs = [next(parts[0] if is_stacked else parts[1]) for is_stacked in self._is_stacked]
 
@@ -98,7 +98,7 @@ class LayeredFunction:
             outs = body(*consts, *carry, *x)
             return outs[: len(carry)], outs[len(carry) :]
 
-        last, ys = lax.scan(layer, list(carry), xs, unroll=self._scan.params["unroll"])
+        last, ys = lax.scan(layer, list(carry), xs, unroll=equations.loop_options(self._scan)["unroll"])
         return last, ys
 
     def outputs(self) -> tuple[list[Any], list[Any]]:
@@ -147,15 +147,15 @@ _PARAMS, _INPUTS = "params", "inputs"
 
 
 def _inline_calls_with_scans(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any] | None:
-    if eqn.primitive.name in equations.CALLS and _has_scan(eqn.params["jaxpr"].jaxpr):
-        body = eqn.params["jaxpr"]
+    if eqn.primitive.name in equations.CALLS and _has_scan(equations.body(eqn).jaxpr):
+        body = equations.body(eqn)
         return run(body.jaxpr, body.consts, args)
     return rewrite.bind(eqn, args)
 
 
 def _has_scan(traced: Jaxpr) -> bool:
     return any(
-        eqn.primitive.name == "scan" or (eqn.primitive.name in equations.CALLS and _has_scan(eqn.params["jaxpr"].jaxpr))
+        eqn.primitive.name == "scan" or (eqn.primitive.name in equations.CALLS and _has_scan(equations.body(eqn).jaxpr))
         for eqn in traced.eqns
     )
 
@@ -173,7 +173,7 @@ def _dependence(traced: Jaxpr, n_params: int) -> dict[Any, str]:
 
 def _scan_over_layers(traced: Jaxpr, depends: dict[Any, str]) -> JaxprEqn:
     def is_over_layers(eqn: JaxprEqn) -> bool:
-        if eqn.primitive.name != "scan" or eqn.params["reverse"]:
+        if eqn.primitive.name != "scan" or equations.is_reversed(eqn):
             return False
         xs = eqn.invars[sum(equations.scan_sizes(eqn)) :]
         return any(not isinstance(v, Literal) and depends.get(v) == _PARAMS for v in xs)

@@ -37,19 +37,19 @@ class UnmergeRows:
     def __call__(self, eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         """Return the equation's outputs, or None if none of its arguments is merged."""
         name = eqn.primitive.name
-        if name == "reshape" and eqn.params["dimensions"] is eqn.params["sharding"] is None:
-            return [self._reshape(args[0], eqn.params["new_sizes"])]
+        if name == "reshape" and equations.is_plain_reshape(eqn):
+            return [self._reshape(args[0], eqn.outvars[0].aval.shape)]  # type: ignore[attr-defined]
         merged = {axes for x in args if (axes := self._axes(x)) is not None}
         if len(merged) != 1:
             return None
         (axes,) = merged
         if equations.is_call(eqn, "_where"):
-            return rewrite.evaluate_inner(eqn.params["jaxpr"], args, run)
+            return rewrite.evaluate_inner(equations.body(eqn), args, run)
         if name == "dot_general" and self._axes(args[0]) and _is_per_row(eqn):
-            (contracted, of_kernel), batch = eqn.params["dimension_numbers"]
+            (contracted, of_kernel), batch = equations.contraction(eqn)
             numbers = ((tuple(i + 1 for i in contracted), of_kernel), batch)
-            params = {**eqn.params, "dimension_numbers": numbers}
-            return [self._merge(eqn.primitive.bind(self._unmerge(args[0], axes), args[1], **params))]
+            moved = equations.with_params(eqn, dimension_numbers=numbers)
+            return [self._merge(rewrite.bind(moved, [self._unmerge(args[0], axes), args[1]])[0])]
         if name in ELEMENTWISE:
             (out,) = rewrite.bind(eqn, [self._unmerge(x, axes) for x in args])
             return [self._merge(out)]
@@ -82,5 +82,5 @@ class UnmergeRows:
 
 def _is_per_row(eqn: JaxprEqn) -> bool:
     """Return whether the product treats each entry along the first operand's first axis separately."""
-    (contracted, _), batch = eqn.params["dimension_numbers"]
+    (contracted, _), batch = equations.contraction(eqn)
     return 0 not in contracted and batch == ((), ())

@@ -119,7 +119,7 @@ def _rule(of_rows: Groups, counts: Collection[int]) -> rewrite.Rule:
             return [_by_group(eqn, args, rows, groups)]
         if name == "sharding_constraint":
             (x,) = args
-            return [Partial(rewrite.bind(eqn, [x.value])[0], groups.shard(x.sums, eqn.params["sharding"]))]
+            return [Partial(rewrite.bind(eqn, [x.value])[0], groups.shard(x.sums, equations.sharding(eqn)))]
         is_layout = name in _LAYOUT or (name in ("broadcast_in_dim", "gather") and not _is_larger(eqn))
         if is_layout and not any(map(_is_partial, args[1:])):
             x, rest = args[0], args[1:]
@@ -155,8 +155,8 @@ def _scan(eqn: JaxprEqn, args: list[Any], run: rewrite.Run, groups: Groups) -> l
 
 def _shard_map(eqn: JaxprEqn, args: list[Any], run: rewrite.Run, of_rows: Groups) -> list[Any]:
     """Compute each group with its own copy of a parameter, the gradients of which are the partial sums."""
-    body, manual, specs = eqn.params["jaxpr"], manual_axes(eqn), [*eqn.params["in_specs"]]
-    options = {"mesh": eqn.params["mesh"], "axis_names": manual}
+    body, manual, given = equations.body(eqn), manual_axes(eqn), equations.shard_map_options(eqn)
+    specs, options = [*given.in_specs], {"mesh": given.mesh, "axis_names": manual}
     copied = set()
     for i, x in enumerate(args):
         if _is_partial(x) and not (axes := {*of_rows.of_sums(x.sums).axes}) & _axes(specs[i]) and axes <= manual:
@@ -170,7 +170,7 @@ def _shard_map(eqn: JaxprEqn, args: list[Any], run: rewrite.Run, of_rows: Groups
     def of_device(*values: Any) -> tuple[Any, ...]:
         return tuple(run(body, (), [x[0] if i in copied else x for i, x in enumerate(values)]))
 
-    options |= {"out_specs": eqn.params["out_specs"], "check_vma": eqn.params["check_vma"]}
+    options |= {"out_specs": given.out_specs, "check_vma": given.check_vma}
     return list(jax.shard_map(of_device, in_specs=tuple(specs), **options)(*args))
 
 
@@ -214,18 +214,18 @@ def _row_axes(eqn: JaxprEqn, args: list[Any], counts: Collection[int]) -> _Rows 
             return _Rows({1 - i: 0}, 0, result.shape[0])  # type: ignore[attr-defined]
         return None
     if operation.primitive.name in ("dot_general", BIASED_PRODUCT) and (0 in partial) != (1 in partial):
-        (contracted, batch) = operation.params["dimension_numbers"]
+        (contracted, batch) = equations.contraction(operation)
         of, shapes = (1 if 0 in partial else 0), [v.aval.shape for v in operation.invars[:2]]  # type: ignore[attr-defined]
         free = [[i for i in range(len(shapes[j])) if i not in (*contracted[j], *batch[j])] for j in (0, 1)]
         if not free[of]:
             return None
         axis = len(batch[0]) + (0 if of == 0 else len(free[0]))
         return _Rows({of: free[of][0]}, axis, shapes[of][free[of][0]])
-    if eqn.primitive.name == CONVOLUTION and partial == [1] and eqn.params["batch_group_count"] == 1:
-        numbers = eqn.params["dimension_numbers"]
+    if eqn.primitive.name == CONVOLUTION and partial == [1] and equations.window(eqn).batch_groups == 1:
+        numbers = equations.contraction(eqn)
         return _Rows({0: numbers.lhs_spec[0]}, numbers.out_spec[0], args[0].shape[numbers.lhs_spec[0]])
     if operation.primitive.name == "gather" and partial == [0]:
-        numbers = operation.params["dimension_numbers"]
+        numbers = equations.contraction(operation)
         rows = [i for i in range(result.ndim) if i not in numbers.offset_dims]  # type: ignore[attr-defined]
         # Positions, or pairs of them, are not rows.
         if rows and not numbers.operand_batching_dims and args[1].shape[0] in counts:
@@ -237,10 +237,11 @@ def _operation(eqn: JaxprEqn) -> JaxprEqn:
     """Return the biased product within its custom_jvp, and the lookup within its call; other equations as they are."""
     if equations.is_call(eqn, DIVIDED_LOOKUP):
         # A custom_jvp contains the lookup of a table in 16 bits.
-        within = [e.params.get("call_jaxpr", eqn.params["jaxpr"]).jaxpr.eqns for e in eqn.params["jaxpr"].jaxpr.eqns]
-        return next(inner for eqns in within for inner in eqns if inner.primitive.name == "gather")
+        body = equations.body(eqn).jaxpr
+        within = [body, *(inner for e in body.eqns for inner in equations.inner_jaxprs(e))]
+        return next(e for inner in within for e in inner.eqns if e.primitive.name == "gather")
     if eqn.primitive.name == "custom_jvp_call":
-        (first, *more) = eqn.params["call_jaxpr"].jaxpr.eqns
+        (first, *more) = equations.body(eqn).jaxpr.eqns
         if first.primitive.name == BIASED_PRODUCT and not more:
             inner: JaxprEqn = first
             return inner
@@ -251,11 +252,11 @@ def _apply(eqn: JaxprEqn, args: Sequence[Any], in_group: bool = False) -> Any:
     """Apply a product or a lookup to all rows, or to those of a group."""
     operation = _operation(eqn)
     if equations.is_call(eqn, DIVIDED_LOOKUP) and in_group:
-        body = eqn.params["jaxpr"]
+        body = equations.body(eqn)
         return rewrite.interpret(body.jaxpr, body.consts, args, _without_constraints)[0]
     if operation.primitive.name == BIASED_PRODUCT:
         x, kernel, bias = args
-        return biased_product(x, kernel, bias, operation.params["dimension_numbers"])
+        return biased_product(x, kernel, bias, equations.contraction(operation))
     return rewrite.bind(eqn, args)[0]
 
 
@@ -319,7 +320,7 @@ def _fp8_by_group(eqn: JaxprEqn, args: Sequence[Any], groups: Groups) -> Any:
     """Multiply in 8 bits; the scales are those of all rows, and only the gradients by parameters are by group."""
     x, *params = args
     values = [p.value if _is_partial(p) else p for p in params]
-    product = Product.of([x, *values], **eqn.params, split=lambda x: _split(x, 0, groups))
+    product = Product.of([x, *values], **equations.params(eqn), split=lambda x: _split(x, 0, groups))
 
     @jax.custom_vjp
     def apply(x: jax.Array, values: list[Any], sums: list[Any]) -> Any:
@@ -358,7 +359,7 @@ def _are_vectors_by_row(args: Sequence[Any], groups: Groups) -> bool:
 
 def _recomputed_by_group(eqn: JaxprEqn, args: Sequence[Any], on_gpu: Gradient, groups: Groups) -> Any:
     """Apply a function marked by `recomputed`, such as a norm, whose gradients GPUs compute group by group."""
-    fn = jaxpr_as_fun(eqn.params["call_jaxpr"])
+    fn = jaxpr_as_fun(equations.body(eqn))
 
     def forward(x: jax.Array, vectors: list[Partial]) -> Any:
         return fn(x, *(v.value for v in vectors))[0]

@@ -37,7 +37,7 @@ def _is_only_scanned(jaxpr: Jaxpr, variable: Any) -> bool:
     if name == "sharding_constraint" or equations.is_call(eqn, GATHERED_COPY):
         return _is_only_scanned(jaxpr, eqn.outvars[0])
     if name in ("jit", "pjit"):
-        body = eqn.params["jaxpr"].jaxpr
+        body = equations.body(eqn).jaxpr
         return _is_only_scanned(body, body.invars[i])
     return False
 

@@ -101,7 +101,7 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
                 return _on_cuda(on_cuda, eqn, args, dtype, run)
             if name in equations.CALLS and any(map(is_limit, args)):
                 # As an argument of a call the number would be unknown.
-                return rewrite.evaluate_inner(eqn.params["jaxpr"], args, run)
+                return rewrite.evaluate_inner(equations.body(eqn), args, run)
             if name in rewrite.HIGHER_ORDER:
                 return rewrite.HIGHER_ORDER[name](eqn, args, run)
             if eqn.outvars[0] in biases:
@@ -112,7 +112,7 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
             if name in lists:
                 return _LISTED[lists[name]](eqn, args, dtype, to)
             if name == "convert_element_type" and _only_weakens(eqn):
-                return [eqn.primitive.bind(*args, **{**eqn.params, "weak_type": True})]
+                return rewrite.bind(equations.with_params(eqn, weak_type=True), args)
             if name == "broadcast_in_dim" and is_limit(args[0]):
                 return to.limit(args[0], rewrite.bind(eqn, args))
             if name in _INDEPENDENT:
@@ -257,12 +257,12 @@ def _on_cuda(
     operation: Callable[..., jax.Array], eqn: JaxprEqn, args: list[Any], dtype: Any, run: rewrite.Run
 ) -> list[Any]:
     """Compute a marked operation by its kernel where the program is compiled for CUDA."""
-    body = eqn.params["jaxpr"]
+    body = equations.body(eqn)
 
     def low(*args: Any) -> list[Any]:
         return [operation(*(to_dtype(dtype, x) if is_float(x) else x for x in args))]
 
-    if eqn.params["name"].startswith(_EVERYWHERE):
+    if equations.label(eqn).startswith(_EVERYWHERE):
         return low(*args)
     return lax.platform_dependent(*args, cuda=low, default=lambda *args: run(body.jaxpr, body.consts, args))
 
@@ -278,7 +278,7 @@ def _low(eqn: JaxprEqn, args: list[Any], dtype: Any, to: Casts) -> list[Any]:
 def product_params(eqn: JaxprEqn, result: Any) -> dict[str, Any]:
     """Return the parameters of a product of low-precision operands, to which the policy's precision does not apply."""
     default = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
-    return {**eqn.params, "precision": default, "preferred_element_type": np.dtype(result)}
+    return {**equations.params(eqn), "precision": default, "preferred_element_type": np.dtype(result)}
 
 
 def _float32(eqn: JaxprEqn, args: list[Any], dtype: Any, to: Casts) -> list[Any]:
@@ -350,7 +350,7 @@ def _add_bias(eqn: JaxprEqn, args: list[Any], which: int, dtype: Any, to: Casts)
         out: Any = eqn.outvars[0].aval
         if is_low(bias) and bias.shape == (1,) * (out.ndim - 1) + out.shape[-1:]:
             x, kernel, bias = (to_dtype(dtype, operand) for operand in (*product.args, bias))
-            return [biased_product(x, kernel, bias, product.eqn.params["dimension_numbers"])]
+            return [biased_product(x, kernel, bias, equations.contraction(product.eqn))]
         product = product.unrounded(dtype)
         args = [product, bias] if which else [bias, product]
     if not (is_low(product) and is_low(bias)):
@@ -368,7 +368,7 @@ def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
             outs = rewrite.bind_as_traced(eqn, list(args))
             return [to_dtype(args[0].dtype, outs[0]), *outs[1:]]
 
-    return recompute(rounded, args, eqn.params["jaxpr"].jaxpr)
+    return recompute(rounded, args, equations.body(eqn).jaxpr)
 
 
 def low_precision_operation(eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
@@ -393,5 +393,5 @@ def _is_zero(tangent: Any) -> bool:
 def _only_weakens(eqn: JaxprEqn) -> bool:
     """Return whether a conversion only fixes a number's dtype, as of the 1 in `where`: it continues not to widen."""
     x: Any = eqn.invars[0].aval
-    strips = x.weak_type and x.dtype == eqn.params["new_dtype"]
-    return jnp.issubdtype(eqn.params["new_dtype"], np.floating) and (strips or (x.ndim == 0 and not is_float(x)))
+    strips = x.weak_type and x.dtype == equations.dtype(eqn)
+    return jnp.issubdtype(equations.dtype(eqn), np.floating) and (strips or (x.ndim == 0 and not is_float(x)))

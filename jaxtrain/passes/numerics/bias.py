@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from jaxtrain.program import equations
 from jaxtrain.program.equations import inner_jaxprs
 
 Atom = Var | Literal
@@ -67,14 +68,14 @@ def _feature_axes(var: Atom, producers: Producers) -> set[int]:
         return set()
     if eqn.primitive.name == "transpose":  # inserted by vmap
         axes = _feature_axes(eqn.invars[0], producers)
-        return {to for to, axis in enumerate(eqn.params["permutation"]) if axis in axes}
+        return {to for to, axis in enumerate(equations.permutation(eqn)) if axis in axes}
     if eqn.primitive.name == "conv_general_dilated":
-        return {eqn.params["dimension_numbers"].out_spec[1]}
+        return {equations.contraction(eqn).out_spec[1]}
     if eqn.primitive.name in ("remat2", "checkpoint"):
         (body,) = inner_jaxprs(eqn)
         inner = {out: inner_eqn for inner_eqn in body.eqns for out in inner_eqn.outvars}
         return _feature_axes(next(x for x, out in zip(body.outvars, eqn.outvars, strict=True) if out is var), inner)
-    if eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][1] == ((), ()):
+    if eqn.primitive.name == "dot_general" and equations.contraction(eqn)[1] == ((), ()):
         return set(range(_aval(var).ndim))
     return set()
 
@@ -85,7 +86,7 @@ def _is_bias(var: Atom, axes: set[int], producers: Producers) -> bool:
     if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "reshape") or _aval(eqn.invars[0]).ndim != 1:
         return False
     if eqn.primitive.name == "broadcast_in_dim":
-        return set(eqn.params["broadcast_dimensions"]) <= axes
+        return set(equations.axes(eqn)) <= axes
     wide = {axis for axis, n in enumerate(_aval(var).shape) if n != 1}
     return wide <= axes and len(wide) <= 1
 

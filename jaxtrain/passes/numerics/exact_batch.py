@@ -26,10 +26,7 @@ from jaxtrain.program import equations, rewrite
 
 _LOW = (jnp.bfloat16, jnp.float16)
 _PRODUCTS = {name for name, dtype in LISTS["cuda"].items() if dtype is Dtype.LOW}
-_ONE_BODY = {
-    **dict.fromkeys((*equations.CALLS, "remat2", "checkpoint"), "jaxpr"),
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
-}
+_ONE_BODY = (*equations.CALLS, "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 _WITH_RESULTS = ("scan", "while", "cond")
 _DTYPES = ("new_dtype", "dtype", "preferred_element_type")
 _MARKED = "autocast_"  # what the names of functions begin with that autocast computes in its own way
@@ -123,7 +120,7 @@ class _Evaluation:
         self, eqn: JaxprEqn, args: list[Any], is_model: bool, depending: set[Any], entering: set[Any]
     ) -> Sequence[Any]:
         name = eqn.primitive.name
-        is_marked = str(eqn.params.get("name", "")).startswith(_MARKED)
+        is_marked = str(equations.label(eqn)).startswith(_MARKED)
         is_untouched = name.startswith("custom_") and not any(map(_is_wide, eqn.invars, args))
         if is_model or is_marked or is_untouched or name not in _REBUILT:
             return _as_traced(eqn, args)
@@ -141,10 +138,9 @@ class _Evaluation:
         return rewrite.HIGHER_ORDER[name](eqn, args, run, results)
 
     def _in_float32(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-        params = {k: np.dtype(np.float32) if k in _DTYPES and v in _LOW else v for k, v in eqn.params.items()}
+        dtypes = {k: np.dtype(np.float32) for k, v in equations.params(eqn).items() if k in _DTYPES and v in _LOW}
         wide = [self._literal(v) if _is_low_literal(v) else widen(x) for v, x in zip(eqn.invars, args, strict=True)]
-        outs = eqn.primitive.bind(*wide, **eqn.primitive.get_bind_params(params))
-        return list(outs) if eqn.primitive.multiple_results else [outs]
+        return rewrite.bind(equations.with_params(eqn, **dtypes), wide)
 
     def _literal(self, literal: Any) -> Any:
         return self._literals().get(id(literal), np.float32(literal.val))
@@ -253,14 +249,14 @@ def _bodies(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Callable[[int], int]]]:
     """Yield the bodies of an equation, each with a function from the number of its argument to that of the operand."""
     name = eqn.primitive.name
     if name == "cond":
-        for branch in eqn.params["branches"]:
+        for branch in equations.branches(eqn):
             yield branch.jaxpr, lambda i: i + 1
     elif name == "while":
-        n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        yield eqn.params["body_jaxpr"].jaxpr, lambda i: i + n_cond
-        yield eqn.params["cond_jaxpr"].jaxpr, lambda i: i if i < n_cond else i + n_body
+        loop = equations.while_loop(eqn)
+        yield loop.body.jaxpr, lambda i: i + loop.n_condition
+        yield loop.condition.jaxpr, lambda i: i if i < loop.n_condition else i + loop.n_body
     else:
-        body = eqn.params[_ONE_BODY.get(name, "jaxpr")]
+        body = equations.body(eqn)
         yield (body.jaxpr if isinstance(body, ClosedJaxpr) else body), lambda i: i
 
 
@@ -281,10 +277,11 @@ def _flags_of_loop(eqn: JaxprEqn, body: Jaxpr, active: list[bool], enters: list[
     if eqn.primitive.name == "scan":
         n_consts, n_carry = equations.scan_sizes(eqn)
     else:
-        n_consts, n_carry = eqn.params["body_nconsts"], len(eqn.outvars)
-        if body is eqn.params["cond_jaxpr"].jaxpr:
+        loop = equations.while_loop(eqn)
+        n_consts, n_carry = loop.n_body, len(eqn.outvars)
+        if body is loop.condition.jaxpr:
             return [any(active)] * len(body.invars), [False]
-        active = active[eqn.params["cond_nconsts"] :]
+        active = active[loop.n_condition :]
     carries = slice(n_consts, n_consts + n_carry)
     active = [*active]
     active[carries] = [any(active)] * n_carry

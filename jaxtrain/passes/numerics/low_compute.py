@@ -94,7 +94,7 @@ def _evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
         in_softmax = any(id(x) in softmax for x in args)
         unrounded = any(is_unrounded(v, x) for v, x in zip(eqn.invars, args, strict=True))
         if name in _CALLS and (unrounded or in_softmax):
-            return rewrite.evaluate_inner(eqn.params["jaxpr"], args, run)
+            return rewrite.evaluate_inner(equations.body(eqn), args, run)
         if name in _CALLS or (name in _CHECKPOINTS and not in_softmax):
             return rewrite.HIGHER_ORDER[name](eqn, args, run)
         if name in rewrite.HIGHER_ORDER:
@@ -138,7 +138,7 @@ class _Frame:
         elif eqn.primitive.name == to:
             yield eqn, self
         elif eqn.primitive.name in _CALLS:
-            body = eqn.params["jaxpr"].jaxpr
+            body = equations.body(eqn).jaxpr
             returned = body.outvars[eqn.outvars.index(var)]
             yield from _Frame(body, eqn.invars, self).back(returned, through, to)
         elif eqn.primitive.name in through:
@@ -161,7 +161,7 @@ def _softmax_starts(traced: Jaxpr) -> Iterator[Var]:
 
 def _in_float32(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     """Apply an operation in float32 and leave its results in float32."""
-    converts = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] in (*_LOW, np.float32)
+    converts = eqn.primitive.name == "convert_element_type" and equations.dtype(eqn) in (*_LOW, np.float32)
     return [widen(args[0])] if converts else rewrite.bind(eqn, [widen(x) for x in args])
 
 
@@ -182,7 +182,7 @@ def _run_unrounded(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> l
 
     def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         del run
-        rounds = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] in _LOW
+        rounds = eqn.primitive.name == "convert_element_type" and equations.dtype(eqn) in _LOW
         return [args[0]] if rounds and args[0].dtype == np.float32 else None
 
     return rewrite.interpret(body, consts, args, rule)

@@ -56,7 +56,7 @@ def recomputed(fn: Callable[..., Any], on_gpu: Gradient | None = None) -> Callab
 
 def recomputes(eqn: JaxprEqn) -> bool:
     """Return whether the equation calls a function marked by `recomputed`."""
-    name = eqn.params.get("name", "")
+    name = equations.label(eqn)
     return isinstance(name, str) and name.startswith(RECOMPUTED) and equations.is_call(eqn, name)
 
 
@@ -91,7 +91,7 @@ def recompute_call(eqn: JaxprEqn, args: Sequence[Any], run: rewrite.Run, result:
       run: Evaluates a jaxpr.
       result: Dtype that the only user of its result rounds it to, so that its gradient has this dtype; None for none.
     """
-    body, name = eqn.params["jaxpr"], eqn.params["name"]
+    body, name = equations.body(eqn), equations.label(eqn)
     on_gpu = _GRADIENTS.get(name)
 
     def fn(*args: Any) -> list[Any]:

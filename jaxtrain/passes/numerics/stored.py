@@ -108,8 +108,8 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | N
     first = args[0]
     if name in _LAYOUT and isinstance(first, _Stored) and not any(isinstance(x, _Stored) for x in args[1:]):
         return [_Stored(rewrite.bind(eqn, [first.array, *args[1:]])[0], first.dtype)]
-    if name == "convert_element_type" and first.is_exact and jnp.issubdtype(eqn.params["new_dtype"], np.floating):
-        return [_Stored(first.array, np.dtype(eqn.params["new_dtype"]))]
+    if name == "convert_element_type" and first.is_exact and jnp.issubdtype(equations.dtype(eqn), np.floating):
+        return [_Stored(first.array, np.dtype(equations.dtype(eqn)))]
     if name in _PRODUCTS and any(isinstance(x, _Stored) and x.array.dtype != x.dtype for x in args):
         # The backward pass converts again: it would keep the converted operand of every layer.
         return jax.checkpoint(lambda *args: rewrite.bind(eqn, [*map(_converted, args)]))(*args)

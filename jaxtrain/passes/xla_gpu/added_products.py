@@ -81,7 +81,12 @@ class AddedProducts:
 
 def _is_added_by_a_library(eqn: JaxprEqn, args: list[Any]) -> bool:
     has_one_scale = args[1].size == args[3].size == 1
-    return has_one_scale and len(args) == 4 and not eqn.params["tiled"] and eqn.params["result"].itemsize == 2
+    return (
+        has_one_scale
+        and len(args) == 4
+        and not equations.own(eqn, "tiled")
+        and equations.own(eqn, "result").itemsize == 2
+    )
 
 
 def _keeps_values(eqn: JaxprEqn) -> bool:

@@ -31,7 +31,7 @@ def carry_magnitudes(eqn: JaxprEqn, args: list[Any], inlined: Inlined) -> list[A
       inlined: The calls to look into.
     """
     n_consts, n_carry = equations.scan_sizes(eqn)
-    body = eqn.params["jaxpr"]
+    body = equations.body(eqn)
     carried = {v: (i, v.aval.dtype) for i, v in enumerate(body.jaxpr.invars[n_consts : n_consts + n_carry])}
     measured = list(dict.fromkeys(_measured(body.jaxpr, carried, inlined)))
     if not measured:
@@ -48,7 +48,7 @@ def carry_magnitudes(eqn: JaxprEqn, args: list[Any], inlined: Inlined) -> list[A
         outs = rewrite.interpret(body.jaxpr, body.consts, [*consts, *values, *x], rule)
         return (outs[:n_carry], amax(outs)), outs[n_carry:]
 
-    options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
+    options = equations.loop_options(eqn)
     (carry, _), ys = lax.scan(step, (init, amax(init)), xs, **options)
     return [*carry, *ys]
 
@@ -72,7 +72,7 @@ def _measured(traced: Jaxpr, carried: Mapping[Any, _Measured], inlined: Inlined)
 
 def is_amax_of_all(eqn: JaxprEqn) -> bool:
     """Return whether an equation finds the largest magnitude of an array; a saved one is a result a second time."""
-    is_one = equations.is_call(eqn, AMAX) and len(set(eqn.params["jaxpr"].jaxpr.outvars)) == 1
+    is_one = equations.is_call(eqn, AMAX) and len(set(equations.body(eqn).jaxpr.outvars)) == 1
     return is_one and eqn.outvars[0].aval.size == 1  # type: ignore[attr-defined]
 
 

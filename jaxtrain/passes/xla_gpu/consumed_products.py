@@ -102,12 +102,12 @@ def _keeps_columns(eqn: JaxprEqn) -> bool:
 
 def _is_product(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name == "custom_jvp_call":
-        eqn, *more = eqn.params["call_jaxpr"].jaxpr.eqns
+        eqn, *more = equations.body(eqn).jaxpr.eqns
         if more or eqn.primitive.name != BIASED_PRODUCT:
             return False
     elif eqn.primitive.name != "dot_general":
         return False
     dtypes = {v.aval.dtype for v in [*eqn.invars, *eqn.outvars]}  # type: ignore[attr-defined]
-    ((left, right), batch) = eqn.params["dimension_numbers"]
+    ((left, right), batch) = equations.contraction(eqn)
     is_low = len(dtypes) == 1 and dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}
     return is_low and ((tuple(left), tuple(right)), batch) == _ROWS_BY_COLUMNS

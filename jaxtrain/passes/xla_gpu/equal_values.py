@@ -20,7 +20,7 @@ class Equal:
 
     def merged(self, eqn: JaxprEqn, args: Sequence[Any], compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         """Return the results of an equation, those of an equal one if there was any."""
-        key = eqn.primitive.name, str(eqn.params), tuple(map(_identity, args))
+        key = eqn.primitive.name, str(equations.params(eqn)), tuple(map(_identity, args))
         if key not in self._values:
             self._values[key] = args, compute()
         return self._values[key][1]

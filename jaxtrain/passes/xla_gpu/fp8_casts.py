@@ -111,7 +111,7 @@ def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any], shared: Shar
 
 def _shared(eqn: JaxprEqn, args: list[Any], shared: SharedScales, cast: Callable[[], Sequence[Any]]) -> Sequence[Any]:
     x, scale = args
-    found = shared.converted(x, scale, eqn.params["dtype"])
+    found = shared.converted(x, scale, equations.own(eqn, "dtype"))
     if found is not None:
         return found
     outs = cast()
@@ -129,13 +129,13 @@ def _cast(eqn: JaxprEqn, args: list[Any], again: "_Again", measured: set[int]) -
     second = again.computed(x) if id(x) in measured else x
     outs = rewrite.bind(eqn, [second, scale])
     # XLA would transpose in the kernel of the norm's gradient, which then could not sum over tokens.
-    return lax.optimization_barrier(outs) if eqn.params["dtype"] == E4M3 and again.is_norm(x) else outs
+    return lax.optimization_barrier(outs) if equations.own(eqn, "dtype") == E4M3 and again.is_norm(x) else outs
 
 
 def _activations(traced: Jaxpr) -> Iterator[Any]:
     """Yield the variables that are converted to the format of activations."""
     for eqn in traced.eqns:
-        if eqn.primitive.name == CAST and eqn.params["dtype"] == E4M3:
+        if eqn.primitive.name == CAST and equations.own(eqn, "dtype") == E4M3:
             yield from (v for v in eqn.invars if not isinstance(v, Literal))
         for inner in equations.inner_jaxprs(eqn):
             yield from _activations(inner)
@@ -161,10 +161,10 @@ def _inlined(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
     """Return the jaxpr and constants of a call without a barrier that contains conversions, or what they convert."""
     name = eqn.primitive.name
     if name in CHECKPOINTS:
-        return None if eqn.params["prevent_cse"] else (eqn.params["jaxpr"], ())
+        return None if equations.prevents_cse(eqn) else (equations.body(eqn), ())
     is_a_part = name in ("eval_jaxpr", "closed_call")  # of a checkpoint, split off by differentiation
     if is_a_part or (name in equations.CALLS and any(map(_has_casts, equations.inner_jaxprs(eqn)))):
-        closed = equations.called_jaxpr(eqn)
+        closed = equations.body(eqn)
         return closed.jaxpr, closed.consts
     return None
 
@@ -172,7 +172,7 @@ def _inlined(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
 def _without_barriers(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     if eqn.primitive.name not in CHECKPOINTS:
         return rewrite.bind(eqn, args)
-    return rewrite.interpret(eqn.params["jaxpr"], (), args, lambda eqn, args, run: _without_barriers(eqn, args))
+    return rewrite.interpret(equations.body(eqn), (), args, lambda eqn, args, run: _without_barriers(eqn, args))
 
 
 def _has_casts(traced: Jaxpr) -> bool:

@@ -46,7 +46,7 @@ def overwrite_logits(fn: Callable[..., Any], platform: str | None = None) -> Cal
 def _widens_for_a_loss(eqn: JaxprEqn) -> bool:
     return (
         eqn.primitive.name == "convert_element_type"
-        and eqn.params["new_dtype"] == np.float32
+        and equations.dtype(eqn) == np.float32
         and eqn.invars[0].aval.ndim == 2  # type: ignore[attr-defined]  # XLA would copy logits of more axes first
         and equations.in_scope(eqn, LOSS)
     )

@@ -46,7 +46,9 @@ def costly(primitive: Any, *args: Any, **params: Any) -> bool:
         return False
     called = params.get("call_jaxpr" if primitive.name.startswith("custom_") else "jaxpr")
     if primitive.name in ("custom_jvp_call", "custom_vjp_call", "jit", "pjit"):
-        return any(costly(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params) for eqn in _equations(called))
+        return any(
+            costly(eqn.primitive, *(v.aval for v in eqn.invars), **equations.params(eqn)) for eqn in _equations(called)
+        )
     return primitive.name not in CHEAP or names_costly(primitive, params)
 
 
@@ -114,9 +116,9 @@ def fuse_slices(fn: Callable[..., Any], platform: str | None = None) -> Callable
 
 def _keep_apart(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
     del run
-    if not _is_checkpoint(eqn) or not eqn.params["prevent_cse"]:
+    if not _is_checkpoint(eqn) or not equations.prevents_cse(eqn):
         return None
-    body = eqn.params["jaxpr"]
+    body = equations.body(eqn)
     if not all(map(is_cheap, body.eqns)) or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in args):
         return None
 
@@ -137,7 +139,7 @@ def _keep_apart(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[An
 
 
 def _inline_checkpoints(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
-    return run(eqn.params["jaxpr"], (), args) if _is_checkpoint(eqn) else None
+    return run(equations.body(eqn), (), args) if _is_checkpoint(eqn) else None
 
 
 def _is_checkpoint(eqn: JaxprEqn) -> bool:
@@ -148,7 +150,7 @@ def is_cheap(eqn: JaxprEqn) -> bool:
     """Return whether an equation and all equations in its parameters are cheap."""
     if inner := equations.inner_jaxprs(eqn):
         return all(is_cheap(inner_eqn) for part in inner for inner_eqn in part.eqns)
-    return not costly(eqn.primitive, **eqn.params)
+    return not costly(eqn.primitive, **equations.params(eqn))
 
 
 def _run_scanned(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -156,7 +158,7 @@ def _run_scanned(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> lis
         del run
         if not equations.is_call(eqn, BLOCK):
             return None
-        inner = jaxpr_as_fun(eqn.params["jaxpr"])
+        inner = jaxpr_as_fun(equations.body(eqn))
         # The bodies of the two loops share no computation that XLA could merge.
         return list(jax.checkpoint(inner, policy=costly, prevent_cse=False)(*args))
 

@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxtrain.passes.xla_gpu.consumed_products import Product, rewrite_products
+from jaxtrain.program import equations
 
 
 def split_products(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
@@ -37,11 +38,11 @@ def split_products(fn: Callable[..., Any], platform: str | None = None) -> Calla
 
 
 def _splits_columns(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "split" and eqn.params["axis"] == eqn.invars[0].aval.ndim - 1  # type: ignore[attr-defined]
+    return eqn.primitive.name == "split" and equations.split_of(eqn).axis == eqn.invars[0].aval.ndim - 1  # type: ignore[attr-defined]
 
 
 def _parts(eqn: JaxprEqn, args: list[Product]) -> list[jax.Array]:
-    (product,), sizes = args, eqn.params["sizes"]
+    (product,), sizes = args, equations.split_of(eqn).sizes
 
     def multiply(rows: jax.Array, *columns: jax.Array) -> list[jax.Array]:
         computed: list[jax.Array] = []

@@ -55,7 +55,7 @@ def _has_scan(traced: Jaxpr) -> bool:
 
 def _carry_outputs(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     """Evaluate a scan whose outputs are part of its carry."""
-    body, length, reverse = (eqn.params[name] for name in ("jaxpr", "length", "reverse"))
+    body, length, reverse = equations.body(eqn), equations.trip_count(eqn), equations.is_reversed(eqn)
     n_consts, n_carry = equations.scan_sizes(eqn)
     consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     evaluate = jaxpr_as_fun(body)
@@ -72,7 +72,9 @@ def _carry_outputs(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
 
     stacks = [_unfilled.bind(shape=(length, *aval.shape), dtype=aval.dtype) for aval in body.out_avals[n_carry:]]
     first = jnp.asarray(length - 1 if reverse else 0, np.int32)
-    (_, carry, ys), _ = lax.scan(step, (first, [*init], stacks), length=length, unroll=eqn.params["unroll"])
+    (_, carry, ys), _ = lax.scan(
+        step, (first, [*init], stacks), length=length, unroll=equations.loop_options(eqn)["unroll"]
+    )
     return [*carry, *ys]
 
 

@@ -8,7 +8,8 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxtrain.passes import BLOCK, RECOMPUTED
-from jaxtrain.program.equations import APPLICATIONS, called_jaxpr, scan_sizes
+from jaxtrain.program import equations
+from jaxtrain.program.equations import APPLICATIONS, scan_sizes
 
 Program = Any
 """A closed jaxpr."""
@@ -43,14 +44,14 @@ def _results(eqn: Any, operands: list[int]) -> list[int]:
     """Return the numbers of an equation's results."""
     name = eqn.primitive.name
     if name == "iota":
-        return [_constant(_positions(eqn.params))]
+        return [_constant(_positions(equations.params(eqn)))]
     if name == "scan":
         return _scanned(eqn, operands)
     if name in APPLICATIONS:
-        body, consts = _closed(called_jaxpr(eqn))
-        mark = _mark(eqn.params["name"]) if name == "jit" else ""
+        body, consts = _closed(equations.body(eqn))
+        mark = _mark(equations.label(eqn)) if name == "jit" else ""
         return [hash((name, mark, x)) for x in _outputs(body, consts, operands)]
-    given = tuple(sorted((key, _parameter(value)) for key, value in eqn.params.items() if key != "name"))
+    given = tuple(sorted((key, _parameter(value)) for key, value in equations.params(eqn).items() if key != "name"))
     return [hash((name, tuple(operands), given, i)) for i, _ in enumerate(eqn.outvars)]
 
 
@@ -72,7 +73,7 @@ def _scanned(eqn: Any, operands: Sequence[int]) -> list[int]:
     A carried value has the number of its initial value and of what replaces it, which depends on the others': two of
     them are the same if no number of steps tells them apart.
     """
-    params = eqn.params
+    params = equations.params(eqn)
     (body, consts), (first, count) = _closed(params["jaxpr"]), scan_sizes(eqn)
     closed, start, slices = operands[:first], operands[first : first + count], operands[first + count :]
     whole = (params["length"], params["reverse"], params["unroll"])
@@ -89,7 +90,7 @@ def _closed(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 def _count(jaxpr: Any) -> int:
     """Return the number of equations in a jaxpr and those inside it, without calls and constants."""
-    inner = sum(_count(x) for eqn in jaxpr.eqns for x in _inner(tuple(eqn.params.values())))
+    inner = sum(_count(x) for eqn in jaxpr.eqns for x in _inner(tuple(equations.params(eqn).values())))
     return inner + sum(eqn.primitive.name not in (*APPLICATIONS, "iota") for eqn in jaxpr.eqns)
 
 
