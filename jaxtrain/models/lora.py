@@ -25,10 +25,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.dropout import dropout
-from jaxtrain.models.parameter_forms import KernelForm, Product, array_of, evaluate, is_form
+from jaxtrain.models.parameter_forms import KernelForm, Product, evaluate, is_form
 from jaxtrain.passes import autocast_disabled
 from jaxtrain.paths import path_name
 from jaxtrain.program import equations
+from jaxtrain.program.follow import used
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def init(key: jax.Array, params: Any, config: LoraConfig) -> dict[str, Any]:
 def _copies(params: Any, config: LoraConfig) -> dict[str, jax.Array]:
     """Return copies of the parameters that are trained themselves, by path."""
     named = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_form)}
-    found = {path: array_of(leaf) for path, leaf in named.items() if config.is_trained(path)}
+    found = {path: used(leaf) for path, leaf in named.items() if config.is_trained(path)}
     if config.trained and not found:
         raise UserError(f"trained {config.trained!r} matches no whole path: the model has {', '.join(named)}")
     if both := sorted(path for path in found if re.fullmatch(config.targets, path)):
@@ -206,7 +207,7 @@ def merge(params: Any, adapters: Any, config: LoraConfig) -> Any:
       >>> merge({"w": jnp.zeros((2, 2))}, adapters, LoraConfig("w", r=1, alpha=3.0))["w"].tolist()
       [[3.0, 3.0], [3.0, 3.0]]
     """
-    return jax.tree.map(array_of, _with_adapters(params, adapters, config, None), is_leaf=is_form)
+    return jax.tree.map(used, _with_adapters(params, adapters, config, None), is_leaf=is_form)
 
 
 def adapted(params: Any, adapters: Any, config: LoraConfig) -> Any:
@@ -303,7 +304,7 @@ class _Adapted(KernelForm):
     def _sum(self) -> jax.Array:
         delta = self.scale * jnp.matmul(self.a, self.b, precision="highest")
         delta = jnp.swapaxes(delta, -1, -2) if self.out_in else delta
-        kernel: jax.Array = array_of(self.kernel)
+        kernel: jax.Array = used(self.kernel)
         return kernel + delta.astype(kernel.dtype)
 
     def magnification(self) -> jax.Array:
@@ -324,7 +325,7 @@ def _factor(kernel: _Adapted) -> jax.Array:
 
 def _column_norms(kernel: Any, out_in: bool, dtype: Any) -> jax.Array:
     """Return the norms [..., out] of the columns of [..., in, out]."""
-    return jnp.sqrt(jnp.square(array_of(kernel).astype(dtype)).sum(-1 if out_in else -2))
+    return jnp.sqrt(jnp.square(used(kernel).astype(dtype)).sum(-1 if out_in else -2))
 
 
 def _with_adapters(params: Any, adapters: Any, config: LoraConfig, rng: jax.Array | None) -> Any:

@@ -25,10 +25,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.parameter_forms import KernelForm, Product, array_of, evaluate, is_form
+from jaxtrain.models.parameter_forms import KernelForm, Product, evaluate, is_form
 from jaxtrain.models.stored_arrays import read_arrays
 from jaxtrain.optim import SIGNED
 from jaxtrain.paths import path_name
+from jaxtrain.program.follow import used
 
 BLOCK = 64
 """Number of weights that share a magnitude."""
@@ -216,7 +217,7 @@ def dequantize_params(params: Any) -> Any:
       >>> dequantize_params(quantize_params(params, "kernel"))["kernel"].shape
       (64, 2)
     """
-    return jax.tree.map(array_of, params, is_leaf=is_form)
+    return jax.tree.map(used, params, is_leaf=is_form)
 
 
 def with_quantized(apply: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,9 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from jaxtrain.passes import biased_products
 from jaxtrain.program import equations, rewrite
-
-# Calls that pass their arguments one by one, so that a form reaches the body.
-_CALLS = frozenset({"jit", "pjit", "remat2", "checkpoint"})
+from jaxtrain.program.follow import Apply, Followed, carried, used
 
 
 class Product(NamedTuple):
@@ -46,7 +44,7 @@ class Product(NamedTuple):
         return lax.dot_general(x, kernel, ((contracted, (0,)), batch), precision=equations.precision(self.eqn))
 
 
-class Form:
+class Form(Followed):
     """A parameter that is not stored as the array it stands for; a pytree, so that scans slice it by layer."""
 
     @property
@@ -68,6 +66,10 @@ class Form:
     def array(self) -> jax.Array:
         """Return the array."""
 
+    def used(self) -> jax.Array:
+        """Return the array."""
+        return self.array()
+
     def rows(self, found: jax.Array) -> jax.Array:
         """Return rows that were looked up in the array, as in an embedding."""
         return found
@@ -84,6 +86,11 @@ class KernelForm(Form):
     @abstractmethod
     def transpose(self) -> Self:
         """Return the form of the transposed kernel."""
+
+    def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> Any:
+        """Return the form of the transposed kernel; other changes of the layout are of its array."""
+        is_transpose = eqn.primitive.name == "transpose" and equations.permutation(eqn) == (1, 0)
+        return self.transpose() if is_transpose else None
 
     def astype(self, dtype: Any) -> "KernelForm":
         """Return the form of the kernel converted to a floating-point dtype."""
@@ -174,11 +181,6 @@ def is_form(x: Any) -> bool:
     return isinstance(x, Form)
 
 
-def array_of(x: Any) -> Any:
-    """Return the array of a form; other values as they are."""
-    return x.array() if is_form(x) else x
-
-
 def evaluate(apply: Callable[[Any], Any], params: Any, forms: Any) -> Any:
     """Evaluate `apply(params)` with forms in the places of parameters.
 
@@ -194,7 +196,7 @@ def evaluate(apply: Callable[[Any], Any], params: Any, forms: Any) -> Any:
 
     def evaluate_traced(closed: ClosedJaxpr, _: list[Any]) -> list[Any]:
         leaves = jax.tree.leaves(forms, is_leaf=is_form)
-        return [*map(array_of, rewrite.interpret(closed.jaxpr, closed.consts, leaves, _Rule(closed)))]
+        return [*map(used, rewrite.interpret(closed.jaxpr, closed.consts, leaves, _Rule(closed)))]
 
     return rewrite.retrace(apply, evaluate_traced)(like)
 
@@ -232,23 +234,15 @@ class _Rule:
         if not any(map(is_form, args)):
             return None
         name = eqn.primitive.name
-        if name in _CALLS:
-            return rewrite.HIGHER_ORDER[name](eqn, args, run)
-        if name == "scan":
-            n_consts, n_carry = equations.scan_sizes(eqn)
-            carry = map(array_of, args[n_consts : n_consts + n_carry])
-            return rewrite.HIGHER_ORDER[name](eqn, [*args[:n_consts], *carry, *args[n_consts + n_carry :]], run)
         if name == "while":
             loop = equations.while_loop(eqn)
             n_consts = loop.n_condition + loop.n_body
-            return rewrite.HIGHER_ORDER[name](eqn, [*args[:n_consts], *map(array_of, args[n_consts:])], run)
-        if name == "transpose" and isinstance(args[0], KernelForm) and equations.permutation(eqn) == (1, 0):
-            return [args[0].transpose()]
+            return rewrite.HIGHER_ORDER[name](eqn, [*args[:n_consts], *map(used, args[n_consts:])], run)
         if name == "convert_element_type" and isinstance(args[0], KernelForm) and _is_floating(eqn):
             return [args[0].astype(equations.dtype(eqn))]
         if name == "dot_general" and _multiplies_by_form(eqn, args):
             return self._product(eqn, *args)
-        outs = _evaluated_with_arrays(eqn, args, run)
+        outs = carried(eqn, args, run)
         return [args[0].rows(*outs)] if name == "gather" and is_form(args[0]) else outs
 
     def _product(self, eqn: JaxprEqn, x: jax.Array, form: KernelForm) -> list[Any]:
@@ -264,12 +258,6 @@ class _Rule:
 
 def _is_floating(eqn: JaxprEqn) -> bool:
     return bool(jnp.issubdtype(equations.dtype(eqn), np.floating))
-
-
-def _evaluated_with_arrays(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
-    args = [*map(array_of, args)]
-    rebuild = rewrite.HIGHER_ORDER.get(eqn.primitive.name)
-    return list(rewrite.bind(eqn, args) if rebuild is None else rebuild(eqn, args, run))
 
 
 def _biased(traced: Jaxpr) -> Iterator[tuple[Var, Var]]:

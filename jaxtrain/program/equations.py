@@ -16,12 +16,15 @@ _Function = TypeVar("_Function")
 CALLS = ("jit", "pjit")
 """Primitives that call a jitted function."""
 
+CHECKPOINTS = ("checkpoint", "remat2")
+"""Primitives whose jaxpr the backward pass computes again."""
+
 EVALUATIONS = ("eval_jaxpr", "closed_call", "call", "composite", "custom_vmap_call")
 """Primitives that apply a jaxpr to their operands, without a boundary of its own: what differentiation splits off a
 checkpoint ("closed_call", since JAX 0.12 "eval_jaxpr"), and functions with a rule for other compilers or for `vmap`."""
 
 APPLICATIONS = frozenset(
-    {*CALLS, *EVALUATIONS, "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"},
+    {*CALLS, *EVALUATIONS, *CHECKPOINTS, "custom_jvp_call", "custom_vjp_call"},
 )
 """Primitives whose results are those of one jaxpr, applied to the same operands."""
 
@@ -85,6 +88,18 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
         consts, carry, _ = eqn.params["ft_in"].unpack()
         return len(consts), len(carry)
     return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def scan_operands(eqn: JaxprEqn, args: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the constants of a scan, its carry and what it slices, of its operands."""
+    n_consts, n_carry = scan_sizes(eqn)
+    return [*args[:n_consts]], [*args[n_consts : n_consts + n_carry]], [*args[n_consts + n_carry :]]
+
+
+def is_carry(eqn: JaxprEqn, i: int) -> bool:
+    """Return whether operand i of a scan is a part of its carry."""
+    n_consts, n_carry = scan_sizes(eqn)
+    return n_consts <= i < n_consts + n_carry
 
 
 def trip_count(eqn: JaxprEqn) -> int:

@@ -12,12 +12,12 @@ from jaxtrain.passes.fp8.kernel_parts import EACH, Changes, Part, after
 from jaxtrain.passes.fp8.kernel_scales import KernelScales
 from jaxtrain.passes.fp8.quantized_kernel import QuantizedKernel
 from jaxtrain.passes.numerics.casts import to_dtype
-from jaxtrain.program import equations
+from jaxtrain.program.follow import Apply, Followed, constrained_to
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Parameter:
+class Parameter(Followed):
     """A parameter, or a part of it, that stands for its conversion to a dtype; a pytree, so that scans slice it.
 
     Attributes:
@@ -51,13 +51,13 @@ class Parameter:
         """The number of such parts in the parameter."""
         return int(np.prod(self.shape)) // int(np.prod(self.array.shape))
 
-    def converted(self) -> Any:
+    def used(self) -> Any:
         """Return the array in the dtype that it stands for."""
         return to_dtype(self.dtype, self.array)
 
-    def changed(self, eqn: JaxprEqn, array: Any, rest: Sequence[Any]) -> "Parameter":
-        """Return the parameter after an equation that changes its layout, with the equation's other operands."""
-        sharding = _constrained_to(eqn) if self.changes == () else None
+    def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> "Parameter":
+        """Return the parameter after an equation that changes its layout."""
+        array, sharding = apply(self.array), constrained_to(eqn) if self.changes == () else None
         scales = self.scales and self.scales.after(eqn, rest)
         moved = replace(self, array=array, scales=scales, sharding=self.sharding if sharding is None else sharding)
         return moved._at(after(self.changes, eqn))
@@ -90,30 +90,3 @@ class Parameter:
     def copy_of(self, part: Part | None) -> QuantizedKernel | None:
         """Return the copy of a part; None if there is none."""
         return dict(zip(self.parts, self.copies, strict=True)).get(part) if part is not None else None
-
-
-def is_parameter(x: Any) -> bool:
-    """Return whether a value is a parameter that is followed."""
-    return isinstance(x, Parameter)
-
-
-def converted(x: Any) -> Any:
-    """Return a value as the program uses it."""
-    return x.converted() if isinstance(x, Parameter) else x
-
-
-def is_identity(eqn: JaxprEqn) -> bool:
-    """Return whether an equation returns its operand: a hook, or a constraint of its sharding."""
-    if eqn.primitive.name != "custom_vjp_call":
-        return eqn.primitive.name == "sharding_constraint"
-    body = equations.body(eqn).jaxpr
-    return _constrained_to(eqn) is not None or (not body.eqns and body.outvars == body.invars)
-
-
-def _constrained_to(eqn: JaxprEqn) -> Any:
-    """Return the sharding to which an equation constrains its operand; None if it does not."""
-    inner = [eqn]
-    if eqn.primitive.name == "custom_vjp_call":
-        inner = equations.body(eqn).jaxpr.eqns
-    names = [x.primitive.name for x in inner]
-    return equations.sharding(inner[0]) if names == ["sharding_constraint"] else None

@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxtrain.passes.fp8.followed_parameter import is_parameter
 from jaxtrain.passes.fp8.kernel_parts import Part, as_matrix, transposed
 from jaxtrain.passes.fp8.product import fp8_product
 from jaxtrain.passes.fp8.quantized_kernel import Gathering, QuantizedKernel
@@ -18,6 +17,7 @@ from jaxtrain.passes.fp8.settings import Fp8
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.casts import to_dtype
 from jaxtrain.program import equations
+from jaxtrain.program.follow import is_followed
 
 MULTIPLE = 16
 """Of which both sizes of a kernel must be multiples, as for `torch._scaled_mm` and cuBLASLt."""
@@ -56,7 +56,7 @@ class KernelProduct(NamedTuple):
 
     def refusal(self, args: Sequence[Any], disabled: int, dtypes: Collection[Any], *, is_delayed: bool) -> str | None:
         """Return why the product, of operands in other `dtypes` for example, is not in 8 bits; None if it is."""
-        kernels = [i for i in (0, 1) if is_parameter(args[i])]
+        kernels = [i for i in (0, 1) if is_followed(args[i])]
         if len(kernels) != 1:
             return "a product of parameters"
         kernel = args[kernels[0]]
@@ -79,7 +79,7 @@ class KernelProduct(NamedTuple):
 
     def part(self, args: Sequence[Any]) -> Part | None:
         """Return the part of the parameter that is the kernel; None if it depends on values of the program."""
-        which = int(is_parameter(args[1]))
+        which = int(is_followed(args[1]))
         part: Part | None = args[which].part(self.dimension_numbers[0][which])
         return part
 
@@ -87,7 +87,7 @@ class KernelProduct(NamedTuple):
         self, args: Sequence[Any], fp8: Fp8, quantized: QuantizedKernel | None, gathering: Gathering | None
     ) -> jax.Array:
         """Return the product in 8 bits, with the kernel already quantized or None."""
-        which = int(is_parameter(args[1]))
+        which = int(is_followed(args[1]))
         x, kernel, *bias = args[1 - which], args[which].array, *args[2:]
         scales = args[which].scales and args[which].scales.of_one()
         contracted, _ = self.dimension_numbers

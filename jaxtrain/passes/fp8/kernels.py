@@ -16,22 +16,20 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain.errors import UserError
-from jaxtrain.passes.fp8.followed_parameter import Parameter, converted, is_identity, is_parameter
+from jaxtrain.passes.fp8.followed_parameter import Parameter
 from jaxtrain.passes.fp8.kernel_parts import Part, constrained_copy, gathering, quantized_part
 from jaxtrain.passes.fp8.kernel_product import MULTIPLE, KernelProduct
 from jaxtrain.passes.fp8.kernel_scales import KernelScales, Uses
 from jaxtrain.passes.fp8.quantized_kernel import QuantizedKernel, Whole
 from jaxtrain.passes.fp8.settings import Fp8
-from jaxtrain.passes.marks import DIVIDED_LOOKUP
+from jaxtrain.passes.marks import looks_up
 from jaxtrain.passes.numerics.autocast import DISABLED
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.casts import LOWER_FLOATS, is_array
 from jaxtrain.paths import Matching, path_name
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program.follow import CALLS, carried, enters, is_followed, moves, used, uses
 
-_CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
-# Of the first operand; the others are indices.
-_LAYOUT = frozenset({"copy", "dynamic_slice", "name", "reshape", "slice", "squeeze", "transpose"})
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general", BIASED_PRODUCT})
 
 
@@ -210,21 +208,21 @@ class _Context:
 
     def note(self, args: Sequence[Any], reason: str | None) -> None:
         """Note a product with parameters."""
-        for x in filter(is_parameter, args):
+        for x in filter(is_followed, args):
             use = KernelUse(x.path, x.n_kernels, reason)
             if use not in self.uses:
                 self.uses.append(use)
 
     def multiply(self, product: KernelProduct, args: Sequence[Any]) -> jax.Array:
         """Return a product in 8 bits."""
-        (kernel,) = filter(is_parameter, args[:2])
+        (kernel,) = filter(is_followed, args[:2])
         part = product.part(args)
         if part is not None:
             self.parts.setdefault(kernel.position, {})[part] = kernel.sharding
         quantized = kernel.copy_of(part)
         is_whole = quantized is not None and self.copies is not None and self.copies.are_whole
         gathered = None if is_whole else gathering(part, kernel.shape, kernel.sharding, self.whole)
-        return product.multiply([*args[:2], *map(converted, args[2:])], self.fp8, quantized, gathered)
+        return product.multiply([*args[:2], *map(used, args[2:])], self.fp8, quantized, gathered)
 
 
 def _in_effect(fp8: Fp8, scales: Any) -> Fp8:
@@ -249,7 +247,7 @@ def _rewritten(fn: Callable[..., Any], context: _Context, scales: Any = None, pr
                     given[i] = Parameter(x, own, tuple(of_parts.values()), **static, parts=tuple(of_parts))
             # Autocast traces its operations in one such region.
             run = _runner(context, disabled=-1)
-            return [*map(converted, run(closed.jaxpr, closed.consts, given))]
+            return [*map(used, run(closed.jaxpr, closed.consts, given))]
 
         return rewrite.retrace(fn, evaluate)(params, *rest, **kwargs)
 
@@ -272,33 +270,26 @@ def _runner(context: _Context, disabled: int) -> rewrite.Run:
         args = [_used(of_jaxpr, v, x) for v, x in zip(eqn.invars, args, strict=True)]
         name, depth = eqn.primitive.name, disabled + _regions(eqn)
         inner = _runner(context, depth)
-        if not any(map(is_parameter, args)):
+        if not any(map(is_followed, args)):
             return None
-        if name in _CALLS:
-            return rewrite.HIGHER_ORDER[name](eqn, args, inner)
         if name == "scan":
             return _scan(eqn, args, inner)
-        first, rest = args[0], args[1:]
-        if is_parameter(first) and not any(map(is_parameter, rest)):
-            if name == "convert_element_type" and _is_followed(first, equations.dtype(eqn)):
-                return [replace(first, dtype=np.dtype(equations.dtype(eqn)))]
-            if name in _LAYOUT or is_identity(eqn):
-                array = _apply(eqn, [first.array, *rest], inner)[0]
-                return [first.changed(eqn, array, rest)]
-        if (product := KernelProduct.of(eqn)) is not None and any(map(is_parameter, args[:2])):
+        if name == "convert_element_type" and _is_converted_once(args[0], equations.dtype(eqn)):
+            return [replace(args[0], dtype=np.dtype(equations.dtype(eqn)))]
+        if (product := KernelProduct.of(eqn)) is not None and any(map(is_followed, args[:2])):
             reason = product.refusal(args, depth, context.dtypes, is_delayed=context.fp8.is_delayed)
             context.note(args[:2], reason)
             if reason is None:
                 return [context.multiply(product, args)]
-        elif any(_has_product(eqn)):
+        elif name not in CALLS and not moves(eqn) and any(_has_product(eqn)):
             context.note(args, _KINDS.get(name, "in a function that is not followed"))
-        return _apply(eqn, [*map(converted, args)], inner)
+        return carried(eqn, args, inner)
 
     return lambda traced, consts, args: rewrite.interpret(traced, consts, args, partial(rule, Uses(traced)))
 
 
 def _used(of_jaxpr: Uses, variable: Any, x: Any) -> Any:
-    if not is_parameter(x) or x.scales is None:
+    if not is_followed(x) or x.scales is None:
         return x
     return replace(x, scales=of_jaxpr.next_of(variable, x.scales))
 
@@ -306,26 +297,21 @@ def _used(of_jaxpr: Uses, variable: Any, x: Any) -> Any:
 _KINDS = {"conv_general_dilated": "a convolution", "ragged_dot_general": "a grouped product"}
 
 
-def _apply(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
-    rebuild = rewrite.HIGHER_ORDER.get(eqn.primitive.name)
-    return rewrite.bind(eqn, args) if rebuild is None else rebuild(eqn, args, run)
-
-
 def _scan(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
     """Scan over layers of parameters. Scales of whole parameters are repeated, so that each step has its own probe."""
     n_consts, n_carry = equations.scan_sizes(eqn)
     end, length = n_consts + n_carry, equations.trip_count(eqn)
-    args = [converted(x) if n_consts <= i < end else x for i, x in enumerate(args)]
+    args = [used(x) if n_consts <= i < end else x for i, x in enumerate(args)]
     of_all = {i: x.scales for i, x in enumerate(args) if _is_whole(x, is_sliced=i >= end)}
     args = [replace(x, scales=None) if i in of_all else x for i, x in enumerate(args)]
-    args = [x.to_slice() if i >= end and is_parameter(x) else x for i, x in enumerate(args)]
+    args = [x.to_slice() if i >= end and is_followed(x) else x for i, x in enumerate(args)]
 
     def body(traced: Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         own = dict(zip(of_all, values[len(traced.invars) :], strict=True))
         given = values[: len(traced.invars)]
         given = [replace(x, scales=own[i]) if i in own else x for i, x in enumerate(given)]
-        given = [x.sliced() if i >= end and is_parameter(x) else x for i, x in enumerate(given)]
-        return [*map(converted, run(traced, consts, given))]
+        given = [x.sliced() if i >= end and is_followed(x) else x for i, x in enumerate(given)]
+        return [*map(used, run(traced, consts, given))]
 
     repeated = [scales.repeated(length) for scales in of_all.values()]
     return rewrite.HIGHER_ORDER["scan"](eqn, [*args, *repeated], body)
@@ -333,7 +319,7 @@ def _scan(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
 
 def _is_whole(x: Any, *, is_sliced: bool) -> bool:
     """Return whether the scales of a parameter are not sliced by a scan, which slices the parameter or shares it."""
-    return is_parameter(x) and x.scales is not None and not (is_sliced and x.scales.n_leading)
+    return is_followed(x) and x.scales is not None and not (is_sliced and x.scales.n_leading)
 
 
 def _regions(eqn: JaxprEqn) -> int:
@@ -341,7 +327,7 @@ def _regions(eqn: JaxprEqn) -> int:
     return sum(part.name == DISABLED for part in eqn.source_info.name_stack.stack)
 
 
-def _is_followed(x: Parameter, dtype: Any) -> bool:
+def _is_converted_once(x: Parameter, dtype: Any) -> bool:
     """Return whether a parameter is converted once at most."""
     return x.dtype in (x.array.dtype, dtype) and jnp.issubdtype(dtype, np.floating)
 
@@ -357,18 +343,14 @@ def _has_product(eqn: JaxprEqn) -> Iterator[bool]:
 
 def _is_table(traced: Jaxpr, var: Any) -> bool:
     """Return whether a program looks up rows of a parameter."""
-    for eqn in traced.eqns:
-        for i in (i for i, v in enumerate(eqn.invars) if v is var):
-            name = eqn.primitive.name
-            if i == 0 and (name == "gather" or equations.is_call(eqn, DIVIDED_LOOKUP)):
-                return True
-            if name in _CALLS or name == "scan":
-                (inner,) = equations.inner_jaxprs(eqn)
-                found = _is_table(inner, inner.invars[i])
-            elif name in _LAYOUT or name == "convert_element_type" or is_identity(eqn):
-                found = _is_table(traced, eqn.outvars[0])
-            else:
-                found = False
-            if found:
-                return True
-    return False
+
+    def passes(eqn: JaxprEqn, i: int) -> bool:
+        del i
+        return moves(eqn) or eqn.primitive.name == "convert_element_type"
+
+    def enters_call(eqn: JaxprEqn, i: int) -> bool:
+        return enters(eqn, i) and not looks_up(eqn, i)
+
+    return any(
+        use.eqn is not None and looks_up(use.eqn, use.position) for use in uses(traced, var, passes, enters_call)
+    )

@@ -4,7 +4,8 @@ The gradient by a copy is that by its parameter: PyTorch's `fully_shard` with `r
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtrain.passes.fp8.product import NAME as FP8_PRODUCT
 from jaxtrain.passes.marks import DIVIDED_LOOKUP, GATHERED_COPY
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program.follow import Apply, Followed, constrained_to, enters, follow, uses
 
-_LAYOUT = frozenset({"reshape", "transpose", "squeeze", "slice"})
-_CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
+_OF_BOTH = ("reshape", "transpose", "squeeze", "slice")
+"""Changes of the layout that a parameter and its copy both make."""
 
 
 def used_dtypes(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,37 +48,30 @@ def _one(used: set[Any], own: Any) -> Any:
     return None if not used else used.pop() if len(used) == 1 else own
 
 
-def _uses(traced: Jaxpr, var: Any, is_converted: bool = False) -> Iterator[Any]:
-    """Yield the dtypes in which a variable is used, after one conversion at most."""
-    if any(out is var for out in traced.outvars):
-        yield var.aval.dtype
-    for eqn in traced.eqns:
-        for i in (i for i, v in enumerate(eqn.invars) if v is var):
-            name = eqn.primitive.name
-            if equations.is_call(eqn, DIVIDED_LOOKUP) or (
-                name == FP8_PRODUCT and i == 1 and equations.own(eqn, "is_copied")
-            ):
-                continue
-            if name == "convert_element_type" and not is_converted:
-                yield from _uses(traced, eqn.outvars[0], True)
-            elif _constrains(eqn) or name in _LAYOUT:
-                yield from _uses(traced, eqn.outvars[0], is_converted)
-            elif name in _CALLS or (name == "scan" and not _is_carry(eqn, i)):
-                (inner,) = equations.inner_jaxprs(eqn)
-                yield from _uses(inner, inner.invars[i], is_converted)
-            else:
-                yield var.aval.dtype
+def _uses(traced: Jaxpr, var: Any) -> Iterator[Any]:
+    """Yield the dtypes in which a parameter is used, after one conversion at most."""
+
+    def passes(eqn: JaxprEqn, i: int) -> bool:
+        del i
+        converts = eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == var.aval.dtype  # type: ignore[attr-defined]
+        return converts or _is_constraint(eqn) or eqn.primitive.name in _OF_BOTH
+
+    def enters_call(eqn: JaxprEqn, i: int) -> bool:
+        return enters(eqn, i) and not equations.is_call(eqn, DIVIDED_LOOKUP)
+
+    for use in uses(traced, var, passes, enters_call):
+        if use.eqn is None or not _takes_rows_or_copy(use.eqn, use.position):
+            yield use.variable.aval.dtype
 
 
-def _constrains(eqn: JaxprEqn) -> bool:
-    """Return whether an equation only constrains the sharding of its operand, perhaps with a gradient of its own."""
-    body = [eqn] if eqn.primitive.name != "custom_vjp_call" else equations.body(eqn).jaxpr.eqns
-    return [inner.primitive.name for inner in body] == ["sharding_constraint"]
+def _takes_rows_or_copy(eqn: JaxprEqn, i: int) -> bool:
+    """Return whether an equation uses single rows of an operand only, or a copy in 8 bits."""
+    takes_copy = eqn.primitive.name == FP8_PRODUCT and i == 1 and equations.own(eqn, "is_copied")
+    return takes_copy or equations.is_call(eqn, DIVIDED_LOOKUP)
 
 
-def _is_carry(eqn: JaxprEqn, i: int) -> bool:
-    n_consts, n_carry = equations.scan_sizes(eqn)
-    return n_consts <= i < n_consts + n_carry
+def _is_constraint(eqn: JaxprEqn) -> bool:
+    return constrained_to(eqn) is not None
 
 
 def with_copies(compute: Callable[..., Any], copies: Any) -> Callable[..., Any]:
@@ -101,23 +96,30 @@ def with_copies(compute: Callable[..., Any], copies: Any) -> Callable[..., Any]:
 
         def evaluate(closed: ClosedJaxpr, values: list[Any]) -> list[Any]:
             given = [x if copy is None else _Gathered(x, copy) for x, copy in zip(values, of_leaves, strict=False)]
-            return _run(closed.jaxpr, closed.consts, [*given, *values[len(given) :]])
+            return follow(_rule)(closed.jaxpr, closed.consts, [*given, *values[len(given) :]])
 
         return rewrite.retrace(compute, evaluate)(params, *rest)
 
     return computed
 
 
-class _Gathered(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Gathered(Followed):
     """A parameter and its copy."""
 
     value: jax.Array
     copy: jax.Array
 
-    def taken(self) -> jax.Array:
+    def used(self) -> jax.Array:
         """Return the copy; its gradient is the parameter's."""
-        taken: jax.Array = _take(*self)
+        taken: jax.Array = _take(self.value, self.copy)
         return taken
+
+    def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> Any:
+        if _is_constraint(eqn):
+            return _Gathered(apply(self.value), self.copy)
+        return _Gathered(apply(self.value), apply(self.copy)) if eqn.primitive.name in _OF_BOTH else None
 
 
 def gathered_copy(value: jax.Array, copy: jax.Array) -> jax.Array:
@@ -141,33 +143,10 @@ _take = jax.jit(gathered_copy)
 assert gathered_copy.__name__ == GATHERED_COPY
 
 
-def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    return [*map(_taken, rewrite.interpret(traced, consts, args, _rule))]
-
-
 def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
-    del run
-    if not any(isinstance(x, _Gathered) for x in args):
-        return None
     name, first = eqn.primitive.name, args[0]
     if equations.is_call(eqn, DIVIDED_LOOKUP):
-        return rewrite.HIGHER_ORDER[name](eqn, [first.value, *args[1:]], _run)
-    if name in _CALLS:
-        return rewrite.HIGHER_ORDER[name](eqn, args, _run)
-    if name == "scan":
-        args = [_taken(x) if _is_carry(eqn, i) else x for i, x in enumerate(args)]
-        return rewrite.HIGHER_ORDER[name](eqn, args, _run)
+        return rewrite.HIGHER_ORDER[name](eqn, [first.value, *args[1:]], run)
     if name == "convert_element_type" and first.value.dtype != first.copy.dtype == equations.dtype(eqn):
         return [_Gathered(rewrite.bind(eqn, [first.value])[0], first.copy)]
-    rebuild = rewrite.HIGHER_ORDER.get(name)
-    if _constrains(eqn):
-        (value,) = rewrite.bind(eqn, [first.value]) if rebuild is None else rebuild(eqn, [first.value], _run)
-        return [_Gathered(value, first.copy)]
-    if name in _LAYOUT:
-        return [_Gathered(*(rewrite.bind(eqn, [x])[0] for x in first))]
-    args = [*map(_taken, args)]
-    return rewrite.bind(eqn, args) if rebuild is None else rebuild(eqn, args, _run)
-
-
-def _taken(x: Any) -> Any:
-    return x.taken() if isinstance(x, _Gathered) else x
+    return None

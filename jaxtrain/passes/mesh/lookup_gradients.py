@@ -4,21 +4,19 @@ A table may be used twice: rows are looked up, and a tied head multiplies by it.
 of both uses before it adds them.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jaxtrain.passes.marks import DIVIDED_LOOKUP, GATHERED_COPY
+from jaxtrain.passes.marks import GATHERED_COPY, looks_up
 from jaxtrain.passes.mesh.groups import Groups, Partial
 from jaxtrain.passes.mesh.partial_gradients import evaluate_by_group, row_counts
 from jaxtrain.program import equations, rewrite
-
-_UNCHANGED = frozenset({"convert_element_type", "sharding_constraint"})
-_CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2", "custom_jvp_call"})
+from jaxtrain.program.follow import CALLS, uses
 
 
 def lookup_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[..., Any]:
@@ -67,19 +65,16 @@ def _is_table(traced: Jaxpr, var: Any, counts: Collection[int]) -> bool:
     """Return whether a program looks up rows of a parameter by an array of a batch, which has these numbers of rows."""
     if not jnp.issubdtype(var.aval.dtype, np.inexact):
         return False
-    for eqn in traced.eqns:
-        for i in (i for i, v in enumerate(eqn.invars) if v is var):
-            name = eqn.primitive.name
-            if i == 0 and (name == "gather" or equations.is_call(eqn, DIVIDED_LOOKUP)):
-                indices: Any = eqn.invars[1].aval
-                found = bool(indices.ndim) and indices.shape[0] in counts
-            elif name in _UNCHANGED or equations.is_call(eqn, GATHERED_COPY):
-                found = _is_table(traced, eqn.outvars[0], counts)
-            elif name in _CALLS:
-                (inner,) = equations.inner_jaxprs(eqn)
-                found = _is_table(inner, inner.invars[i], counts)
-            else:
-                found = False
-            if found:
-                return True
-    return False
+
+    def passes(eqn: JaxprEqn, i: int) -> bool:
+        del i
+        is_unchanged = eqn.primitive.name in ("convert_element_type", "sharding_constraint")
+        return is_unchanged or equations.is_call(eqn, GATHERED_COPY)
+
+    def enters(eqn: JaxprEqn, i: int) -> bool:
+        is_called = eqn.primitive.name in CALLS or eqn.primitive.name == "custom_jvp_call"
+        return is_called and not looks_up(eqn, i)
+
+    found = (use.eqn for use in uses(traced, var, passes, enters) if use.eqn and looks_up(use.eqn, use.position))
+    indices: Iterator[Any] = (eqn.invars[1].aval for eqn in found)
+    return any(x.ndim and x.shape[0] in counts for x in indices)

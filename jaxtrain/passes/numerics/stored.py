@@ -12,15 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxtrain.passes.numerics.casts import LOWER_FLOATS, to_dtype
 from jaxtrain.program import equations, rewrite
-
-_CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2", "scan"})
-# Of the first operand; the others are indices.
-_LAYOUT = frozenset({"dynamic_slice", "gather", "reshape", "sharding_constraint", "slice", "squeeze", "transpose"})
-_PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
+from jaxtrain.program.follow import Apply, Followed, follow, is_followed, used
 
 
 def is_stored_low(x: Any, dtype: Any) -> bool:
@@ -59,7 +55,7 @@ def convert_where_used(compute: Callable[..., Any], dtype: Any) -> Callable[...,
 
         def evaluate(closed: ClosedJaxpr, values: list[Any]) -> list[Any]:
             given = [_Stored(x, np.dtype(dtype)) if is_low else x for x, is_low in zip(leaves, low, strict=True)]
-            return _run(closed.jaxpr, closed.consts, [*given, *values[len(leaves) :]])
+            return follow(_rule)(closed.jaxpr, closed.consts, [*given, *values[len(leaves) :]])
 
         like = [jax.ShapeDtypeStruct(x.shape, dtype) if is_low else x for x, is_low in zip(leaves, low, strict=True)]
         return rewrite.retrace(compute, evaluate)(jax.tree.unflatten(structure, like), *rest)
@@ -69,8 +65,8 @@ def convert_where_used(compute: Callable[..., Any], dtype: Any) -> Callable[...,
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Stored:
-    """An array that stands for its conversion to a dtype; a pytree, so that scans slice it by layer."""
+class _Stored(Followed):
+    """An array that stands for its conversion to a dtype."""
 
     array: Any
     dtype: Any = field(metadata={"static": True})
@@ -79,40 +75,27 @@ class _Stored:
     def is_exact(self) -> bool:
         return self.array.dtype == self.dtype or _contains_lower_floats(self.dtype)
 
-    def converted(self) -> Any:
+    def used(self) -> Any:
         return to_dtype(self.dtype, self.array)
+
+    def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> Any:
+        return _Stored(apply(self.array), self.dtype)
 
 
 def _contains_lower_floats(dtype: Any) -> bool:
     return np.dtype(dtype).itemsize > 2
 
 
-def _converted(x: Any) -> Any:
-    return x.converted() if isinstance(x, _Stored) else x
-
-
-def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    return [*map(_converted, rewrite.interpret(traced, consts, args, _rule))]
-
-
 def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
     del run
-    if not any(isinstance(x, _Stored) for x in args):
-        return None
-    name = eqn.primitive.name
-    if name == "scan":
-        n_consts, n_carry = equations.scan_sizes(eqn)
-        args[n_consts : n_consts + n_carry] = map(_converted, args[n_consts : n_consts + n_carry])
-    if name in _CALLS:
-        return rewrite.HIGHER_ORDER[name](eqn, args, _run)
-    first = args[0]
-    if name in _LAYOUT and isinstance(first, _Stored) and not any(isinstance(x, _Stored) for x in args[1:]):
+    name, first = eqn.primitive.name, args[0]
+    if name == "gather" and is_followed(first):
         return [_Stored(rewrite.bind(eqn, [first.array, *args[1:]])[0], first.dtype)]
     if name == "convert_element_type" and first.is_exact and jnp.issubdtype(equations.dtype(eqn), np.floating):
         return [_Stored(first.array, np.dtype(equations.dtype(eqn)))]
-    if name in _PRODUCTS and any(isinstance(x, _Stored) and x.array.dtype != x.dtype for x in args):
+    if name in ("conv_general_dilated", "dot_general") and any(
+        is_followed(x) and x.array.dtype != x.dtype for x in args
+    ):
         # The backward pass converts again: it would keep the converted operand of every layer.
-        return jax.checkpoint(lambda *args: rewrite.bind(eqn, [*map(_converted, args)]))(*args)
-    rebuild = rewrite.HIGHER_ORDER.get(name)
-    args = [*map(_converted, args)]
-    return rewrite.bind(eqn, args) if rebuild is None else rebuild(eqn, args, _run)
+        return jax.checkpoint(lambda *args: rewrite.bind(eqn, [*map(used, args)]))(*args)
+    return None

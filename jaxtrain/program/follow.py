@@ -1,0 +1,182 @@
+"""Follow values through a program: each stands for an array, and is carried to the operations that use it.
+
+A `Followed` value is a pytree in the place of an array: a parameter that is stored in another form, has a copy, or has
+gradients of its own. Functions that are called and checkpoints take it as it is, scans slice it, and equations that
+change the layout of an array move it. `follow` does what all of these have in common; a pass adds what its values do
+at their use.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jaxtrain.program import equations, rewrite
+
+CALLS = frozenset({*equations.CALLS, *equations.CHECKPOINTS})
+"""Primitives whose function takes a followed value."""
+
+LAYOUT = frozenset(
+    {"copy", "dynamic_slice", "name", "reshape", "sharding_constraint", "slice", "squeeze", "transpose"},
+)
+"""Primitives that return the numbers of their first operand, or a part of them; their other operands are indices."""
+
+Apply = Callable[[Any], Any]
+"""Applies an equation to another array in the place of its first operand."""
+
+Rule = Callable[[JaxprEqn, list[Any], rewrite.Run], Sequence[Any] | None]
+"""Returns the results of an equation with followed operands; None to do what `follow` does."""
+
+
+class Followed:
+    """A value that stands for an array, as a pytree."""
+
+    @abstractmethod
+    def used(self) -> Any:
+        """Return the array, as an operation that knows nothing of the value uses it."""
+
+    def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> Any:
+        """Return what stands for the result of an equation that changes the layout; None if nothing does.
+
+        Args:
+          eqn: An equation for which `moves` is True.
+          rest: Its other operands.
+          apply: Applies it to an array.
+        """
+        del eqn, rest, apply
+
+
+def used(x: Any) -> Any:
+    """Return a value as the program uses it."""
+    return x.used() if isinstance(x, Followed) else x
+
+
+def is_followed(x: Any) -> bool:
+    """Return whether a value is followed."""
+    return isinstance(x, Followed)
+
+
+def follow(rule: Rule) -> rewrite.Run:
+    """Return a function that evaluates a jaxpr, some of whose arguments are followed; its results are arrays.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> @jax.tree_util.register_pytree_node_class
+      ... class Doubled(Followed, tuple):
+      ...     def used(self):
+      ...         return 2 * self[0]
+      ...     def moved(self, eqn, rest, apply):
+      ...         return Doubled((apply(self[0]),))
+      ...     def tree_flatten(self):
+      ...         return tuple(self), None
+      ...     @classmethod
+      ...     def tree_unflatten(cls, _, children):
+      ...         return cls(children)
+      >>> closed = jax.make_jaxpr(lambda w, x: x @ w.T)(jnp.ones((2, 3)), jnp.ones((1, 3)))
+      >>> run = follow(lambda eqn, args, run: None)
+      >>> run(closed.jaxpr, closed.consts, [Doubled((jnp.ones((2, 3)),)), jnp.ones((1, 3))])
+      [Array([[6., 6.]], dtype=float32)]
+    """
+
+    def run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        return [*map(used, rewrite.interpret(traced, consts, args, evaluated))]
+
+    def evaluated(eqn: JaxprEqn, args: list[Any], _: rewrite.Run) -> Sequence[Any] | None:
+        if not any(map(is_followed, args)):
+            return None
+        outs = rule(eqn, args, run)
+        return carried(eqn, args, run) if outs is None else outs
+
+    return run
+
+
+def carried(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any]:
+    """Return the results of an equation that knows nothing of its followed operands."""
+    name, first, rest = eqn.primitive.name, args[0], args[1:]
+    if name in CALLS:
+        return rewrite.HIGHER_ORDER[name](eqn, args, run)
+    if name == "scan":
+        return rewrite.HIGHER_ORDER[name](eqn, with_used_carry(eqn, args), run)
+    if moves(eqn) and is_followed(first) and not any(map(is_followed, rest)):
+        moved = first.moved(eqn, rest, lambda x: apply(eqn, [x, *rest], run)[0])
+        if moved is not None:
+            return [moved]
+    return apply(eqn, [*map(used, args)], run)
+
+
+def apply(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
+    """Apply an equation to arrays; `run` evaluates the jaxprs within it."""
+    rebuild = rewrite.HIGHER_ORDER.get(eqn.primitive.name)
+    return rewrite.bind(eqn, args) if rebuild is None else rebuild(eqn, args, run)
+
+
+def with_used_carry(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """Return the operands of a scan, the carry as arrays."""
+    consts, carry, xs = equations.scan_operands(eqn, args)
+    return [*consts, *map(used, carry), *xs]
+
+
+def moves(eqn: JaxprEqn) -> bool:
+    """Return whether an equation changes the layout of its first operand alone."""
+    return eqn.primitive.name in LAYOUT or (eqn.primitive.name == "custom_vjp_call" and returns_operand(eqn))
+
+
+def returns_operand(eqn: JaxprEqn) -> bool:
+    """Return whether an equation returns its operand: a constraint of its sharding, or a hook."""
+    if eqn.primitive.name != "custom_vjp_call":
+        return eqn.primitive.name == "sharding_constraint"
+    body = equations.body(eqn).jaxpr
+    return constrained_to(eqn) is not None or (not body.eqns and body.outvars == body.invars)
+
+
+def constrained_to(eqn: JaxprEqn) -> Any:
+    """Return the sharding that an equation constrains its operand to, perhaps with a gradient of its own; else None."""
+    inner = equations.body(eqn).jaxpr.eqns if eqn.primitive.name == "custom_vjp_call" else [eqn]
+    is_constraint = [x.primitive.name for x in inner] == ["sharding_constraint"]
+    return equations.sharding(inner[0]) if is_constraint else None
+
+
+Where = Callable[[JaxprEqn, int], bool]
+"""Returns whether something holds of an equation for its operand at a position."""
+
+
+class Use(NamedTuple):
+    """Where a program uses an array.
+
+    Attributes:
+      eqn: The equation; None for a result of the program.
+      position: Which of its operands the array is.
+      variable: The array there, after conversions and changes of its layout.
+    """
+
+    eqn: JaxprEqn | None
+    position: int
+    variable: Any
+
+
+def enters(eqn: JaxprEqn, i: int) -> bool:
+    """Return whether operand i of a call, a checkpoint or a scan is used inside it alone."""
+    return eqn.primitive.name in CALLS or (eqn.primitive.name == "scan" and not equations.is_carry(eqn, i))
+
+
+def uses(traced: Jaxpr, variable: Any, passes: Where, enters: Where = enters) -> Iterator[Use]:
+    """Yield the uses of a variable of a jaxpr.
+
+    Args:
+      traced: The jaxpr.
+      variable: The variable.
+      passes: Whether the result of an equation stands for its operand at a position: its uses follow.
+      enters: Whether the uses inside an equation follow.
+    """
+    if any(out is variable for out in traced.outvars):
+        yield Use(None, 0, variable)
+    for eqn in traced.eqns:
+        for i in (i for i, v in enumerate(eqn.invars) if v is variable):
+            if passes(eqn, i):
+                yield from uses(traced, eqn.outvars[0], passes, enters)
+            elif enters(eqn, i):
+                (inner,) = equations.inner_jaxprs(eqn)
+                yield from uses(inner, inner.invars[i], passes, enters)
+            else:
+                yield Use(eqn, i, variable)
