@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import drawn_mask, draws_mask
 from jaxtrain.program import equations
-from jaxtrain.program.equations import APPLICATIONS, inner_jaxprs, is_call
+from jaxtrain.program.equations import APPLICATIONS, is_call
 from jaxtrain.program.rewrite import Run, bind, evaluate_inner, transform, unroll_scan
 from jaxtrain.step import LossFn, micro_batch_key, validated
 from parity.case import Case
@@ -287,8 +287,7 @@ def _is_draw(eqn: JaxprEqn) -> bool:
 
 
 def _draws(eqn: JaxprEqn) -> bool:
-    drawing = _is_draw(eqn) or draws_mask(eqn)
-    return drawing or any(_draws(inner) for body in inner_jaxprs(eqn) for inner in body.eqns)
+    return any(_is_draw(inner) or draws_mask(inner) for inner in equations.within(eqn))
 
 
 def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:

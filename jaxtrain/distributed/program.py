@@ -144,11 +144,9 @@ def _evaluate_unchanged(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any
 
 def _scanned_variables(traced: Jaxpr) -> Iterator[Any]:
     """Yield the variables that scans pass to each iteration: in a model, the weights of one layer."""
-    for eqn in traced.eqns:
-        for inner in equations.inner_jaxprs(eqn):
-            if eqn.primitive.name == "scan":
-                yield from inner.invars[sum(equations.scan_sizes(eqn)) :]
-            yield from _scanned_variables(inner)
+    for eqn in equations.visit(traced):
+        if eqn.primitive.name == "scan":
+            yield from equations.scan_operands(eqn, equations.body(eqn).jaxpr.invars)[2]
 
 
 def _lengths(traced: Jaxpr, count: int | None) -> frozenset[int]:
@@ -163,11 +161,9 @@ def _lengths(traced: Jaxpr, count: int | None) -> frozenset[int]:
 
 
 def _block_outputs(traced: Jaxpr) -> Iterator[Any]:
-    for eqn in traced.eqns:
+    for eqn in equations.visit(traced):
         if equations.is_call(eqn, BLOCK):
             yield from eqn.outvars
-        for inner in equations.inner_jaxprs(eqn):
-            yield from _block_outputs(inner)
 
 
 def _rows(batch: Any) -> int | None:

@@ -263,17 +263,10 @@ def _is_floating(eqn: JaxprEqn) -> bool:
 def _biased(traced: Jaxpr) -> Iterator[tuple[Var, Var]]:
     """Yield (product, its sum with a bias) of this jaxpr and of those it calls."""
     sums = {found.total: found.product for found in biased_products(traced)}
-    for eqn in _equations(traced):
+    for eqn in equations.visit(traced):
         product = sums.get(eqn.outvars[0]) if eqn.outvars else None
         if product is not None and any(v is product for v in eqn.invars):
             yield product, eqn.outvars[0]
-
-
-def _equations(traced: Jaxpr) -> Iterator[JaxprEqn]:
-    for eqn in traced.eqns:
-        yield eqn
-        for inner in equations.inner_jaxprs(eqn):
-            yield from _equations(inner)
 
 
 def _multiplies_by_form(eqn: JaxprEqn, args: list[Any]) -> bool:

@@ -24,8 +24,8 @@ from jaxtrain.passes.memory import blocks
 from jaxtrain.passes.mesh.groups import LastPartial, Partial
 from jaxtrain.paths import Frozen, path_name
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program.follow import LAYOUT
 
-_LAYOUT = frozenset({"copy", "name", "reshape", "sharding_constraint", "squeeze", "transpose"})
 # Gradients are float16, and inside a block they may be larger than those that enter it.
 _LARGEST, _HEADROOM = 65504.0, 16.0
 # The reciprocal of a scale is a normal float32.
@@ -158,7 +158,7 @@ def _evaluate_outside(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     if eqn.primitive.name == "convert_element_type" and _is_floating(eqn.outvars[0].aval):
         dtype = equations.dtype(eqn)
         return [_Differentiated(_converted(args[0].value, dtype), dtype)]
-    if eqn.primitive.name in _LAYOUT:
+    if eqn.primitive.name in LAYOUT and len(args) == 1:
         return [_Differentiated(rewrite.bind(eqn, [args[0].value])[0], args[0].dtype)]
     return [_differentiated(x) for x in rewrite.bind(eqn, [_used(x) for x in args])]
 
@@ -178,8 +178,8 @@ def _converted(x: jax.Array, dtype: Any) -> jax.Array:
 
 def _evaluate_scan(eqn: JaxprEqn, args: list[Any], own: Any, run: blocks.Run) -> list[Any]:
     """Evaluate a scan over blocks, whose carry is in float32 at least."""
-    n_consts, n_carry = equations.scan_sizes(eqn)
-    consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+    consts, carry, xs = equations.scan_operands(eqn, args)
+    n_carry = len(carry)
 
     def run_step(body: Jaxpr, consts: Sequence[Any], step_args: Sequence[Any], own: Any) -> list[Any]:
         outs = run(body, consts, step_args, own)

@@ -3,11 +3,11 @@
 As in PyTorch, a hook receives the gradient of one micro-batch's backward pass, still multiplied by the loss scale.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxtrain.errors import UserError
 from jaxtrain.paths import path_name
@@ -74,20 +74,16 @@ def add_hooks(compute: Callable[..., Any], hooks: Mapping[str, Hook]) -> Callabl
         paths = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
 
         def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
-            _refuse_unknown({*hooks}, paths, {*_names(closed.jaxpr)})
+            _refuse_unknown(
+                {*hooks},
+                paths,
+                {equations.label(eqn) for eqn in equations.visit(closed.jaxpr) if eqn.primitive.name == "name"},
+            )
             return rewrite.interpret(closed.jaxpr, closed.consts, leaves, rule)
 
         return rewrite.retrace(with_hooked_params, evaluate)(params, *args)
 
     return compute_hooked
-
-
-def _names(traced: Jaxpr) -> Iterator[str]:
-    for eqn in traced.eqns:
-        if eqn.primitive.name == "name":
-            yield equations.label(eqn)
-        for inner in equations.inner_jaxprs(eqn):
-            yield from _names(inner)
 
 
 def _refuse_unknown(hooks: set[str], paths: set[str], names: set[str]) -> None:

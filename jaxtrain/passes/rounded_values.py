@@ -19,13 +19,11 @@ from jaxtrain.passes.fp8.magnitudes import scaled_kernel, scaled_rows
 from jaxtrain.passes.fp8.product import NAME as FP8_PRODUCT
 from jaxtrain.passes.memory.blocks import count, is_block
 from jaxtrain.passes.memory.remat import FUSED
-from jaxtrain.passes.numerics.autocast_lists import LISTS, Dtype
+from jaxtrain.passes.numerics.autocast_lists import PRODUCTS
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.exponents import bounds, count_from
 from jaxtrain.program import equations, rewrite
-
-_PRODUCTS = {*(name for name, dtype in LISTS["cuda"].items() if dtype is Dtype.LOW), BIASED_PRODUCT, FUSED}
-_CALLS = ("jit", "pjit", "checkpoint", "remat2")
+from jaxtrain.program.follow import CALLS
 
 
 class Counter(NamedTuple):
@@ -129,11 +127,11 @@ class _Walk:
         kinds, name = [self._kind(v) for v in eqn.invars], eqn.primitive.name
         if name == "scan":
             return self._scan(eqn, args, kinds)
-        if name in _CALLS:
+        if name in CALLS:
             return self._call(eqn, args, kinds, run)
         if name == FP8_PRODUCT and self._dtype is None:
             return [self._in_8_bits(eqn, args, kinds)]
-        if name in _PRODUCTS:
+        if name in (*PRODUCTS, BIASED_PRODUCT, FUSED):
             args = [self._operand(v, x, kind) for v, x, kind in zip(eqn.invars, args, kinds, strict=True)]
         outs = rewrite.bind(eqn, args)
         joined = _joined(kinds)
@@ -223,12 +221,11 @@ def _joined(kinds: Sequence[_Kind]) -> _Kind:
 
 def _rounds(eqn: JaxprEqn) -> bool:
     """Return whether an equation is a product or a conversion between floating-point dtypes, or contains one."""
-    if eqn.primitive.name in _PRODUCTS:
-        return True
-    if eqn.primitive.name == "convert_element_type":
-        (operand,) = eqn.invars
-        return jnp.issubdtype(operand.aval.dtype, np.floating)  # type: ignore[attr-defined]
-    return any(_rounds(inner) for body in equations.inner_jaxprs(eqn) for inner in body.eqns)
+    return any(
+        inner.primitive.name in (*PRODUCTS, BIASED_PRODUCT, FUSED)
+        or (inner.primitive.name == "convert_element_type" and jnp.issubdtype(inner.invars[0].aval.dtype, np.floating))  # type: ignore[attr-defined]
+        for inner in equations.within(eqn)
+    )
 
 
 def _count(dtype: Any, x: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@
 (`tests/test_architecture.py`); `internals.py` has a probe for each.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -39,6 +39,32 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
         return [jax.make_jaxpr(operation.expand)(*operation.in_avals).jaxpr]
     params = [p for value in eqn.params.values() for p in (value if isinstance(value, tuple) else (value,))]
     return [p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in params if isinstance(p, (ClosedJaxpr, Jaxpr))]
+
+
+def within(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """Yield an equation, and then every equation inside it."""
+    yield eqn
+    for inner in inner_jaxprs(eqn):
+        yield from visit(inner)
+
+
+def visit(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yield every equation of a jaxpr, each before those inside it.
+
+    >>> traced = jax.make_jaxpr(jax.jit(lambda x: jax.numpy.sin(x) + 1))(1.0)
+    >>> [eqn.primitive.name for eqn in visit(traced.jaxpr)]
+    ['jit', 'sin', 'add']
+    """
+    for eqn in jaxpr.eqns:
+        yield from within(eqn)
+
+
+def nested(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
+    """Yield a jaxpr and every jaxpr inside it."""
+    yield jaxpr
+    for eqn in jaxpr.eqns:
+        for inner in inner_jaxprs(eqn):
+            yield from nested(inner)
 
 
 def in_scope(eqn: JaxprEqn, name: str) -> bool:

@@ -26,6 +26,7 @@ from jaxtrain.program.equations import (
     EVALUATIONS,
     body,
     is_opaque,
+    scan_operands,
     scan_sizes,
     while_loop,
 )
@@ -267,8 +268,8 @@ def unroll_scan(
       Its results.
     """
     body, length = eqn.params["jaxpr"], eqn.params["length"]
-    n_consts, n_carry = scan_sizes(eqn)
-    consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+    consts, carry, xs = scan_operands(eqn, args)
+    n_carry = len(carry)
     ys: list[list[Any]] = [[]] * length
     steps = [*reversed(range(length))] if eqn.params["reverse"] else [*range(length)]
     slices = [[index(x, i) for x in xs] for i in steps]

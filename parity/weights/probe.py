@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from jax.extend.core import Jaxpr
 
-from jaxtrain.program.equations import inner_jaxprs
+from jaxtrain.program.equations import visit
 from jaxtrain.program.rewrite import make_jaxpr
 from jaxtrain.step import validated
 from parity.case import Case
@@ -79,7 +79,7 @@ def _probe_of(case: Case, model: torch.nn.Module) -> Probe:
 
 def _draws(body: Jaxpr) -> bool:
     """Whether a program draws random numbers."""
-    return any(eqn.primitive.name in DRAWS or any(map(_draws, inner_jaxprs(eqn))) for eqn in body.eqns)
+    return any(eqn.primitive.name in DRAWS for eqn in visit(body))
 
 
 def relative_distance(ours: float, theirs: float, loss: float) -> float:

@@ -17,10 +17,10 @@ from jaxtrain.models.attention.dropout_mask import counters
 from jaxtrain.models.attention.formula import formula
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.passes import autocast, block, remat
+from jaxtrain.program.equations import visit
 from tests.distributed.deep import ROWS, deep
 from tests.distributed.on_rings import RINGS
 from tests.distributed.test_sharding_step import NEAR, WITHOUT_LLVM, run_with_devices
-from tests.models.programs import all_equations
 
 B, T, HEADS, SHARED, WIDTH = 2, 32, 4, 2, 8
 
@@ -123,7 +123,7 @@ def test_autocast_and_remat_keep_the_ring_and_its_output(monkeypatch):
     def calls(policy):
         loss = constrain_shardings(lambda params, batch: block(layer)(batch * params).sum(), mesh)
         traced = jax.make_jaxpr(jax.grad(remat(autocast(loss, jnp.bfloat16), policy)))(np.float32(1), x)
-        found = list(all_equations(traced.jaxpr))
+        found = list(visit(traced.jaxpr))
         parts = [eqn for eqn in found if eqn.primitive in (FORWARD, primitives.BACKWARD)]
         assert {(eqn.params["whole"], eqn.invars[0].aval.dtype.name) for eqn in parts} == {((T, T), "bfloat16")}
         counted = Counter(eqn.primitive.name for eqn in found)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from jaxtrain.models import functional
-from jaxtrain.program.equations import inner_jaxprs
+from jaxtrain.program.equations import visit
 
 
 def enlarged(model):
@@ -18,18 +18,10 @@ def widened(tree):
     return jax.tree.map(lambda x: np.asarray(x, np.float64 if np.issubdtype(x.dtype, np.floating) else x.dtype), tree)
 
 
-def all_equations(jaxpr):
-    """Yield all equations of a jaxpr, nested ones included."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in inner_jaxprs(eqn):
-            yield from all_equations(inner)
-
-
 def assert_float64_throughout(fn, tree, *args):
     """Assert that `fn(tree, *args)` computes nothing in float32 if the arrays of `tree` are float64."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         traced = jax.make_jaxpr(fn)(widened(tree), *args)
-    found = [v.aval.dtype.name for eqn in all_equations(traced.jaxpr) for v in (*eqn.invars, *eqn.outvars)]
+    found = [v.aval.dtype.name for eqn in visit(traced.jaxpr) for v in (*eqn.invars, *eqn.outvars)]
     assert "float64" in found
     assert "float32" not in found

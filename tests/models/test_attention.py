@@ -16,7 +16,7 @@ from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.primitives import fused_attention
 from jaxtrain.passes import block, remat
 from jaxtrain.passes.numerics.autocast import autocast
-from tests.models.programs import all_equations
+from jaxtrain.program.equations import visit
 
 B, T, S, N, H = 2, 5, 7, 4, 8
 RNG = np.random.default_rng(0)
@@ -76,7 +76,7 @@ def test_a_mask_of_padding_alone_is_computed_as_segments(monkeypatch):
     segments = "q_segments", "k_segments"
     for mask, given in ((B, 1, 1, S), segments), ((B, 1, T, S), ("mask",)), ((B, N, 1, S), ("mask",)):
         traced = jax.make_jaxpr(partial(attention, mask=np.ones(mask, bool)))(*inputs()[:3])
-        (eqn,) = [eqn for eqn in all_equations(traced.jaxpr) if eqn.primitive is FORWARD]
+        (eqn,) = [eqn for eqn in visit(traced.jaxpr) if eqn.primitive is FORWARD]
         assert eqn.params["given"] == given
 
 
@@ -126,7 +126,7 @@ def test_query_heads_not_divisible_by_key_heads_are_refused():
 def test_under_autocast_products_are_in_low_precision_and_the_softmax_in_float32(dtype):
     arrays = inputs(heads=2, dtype=np.float32)
     cast = autocast(lambda q, k, v: attention(q, k, v, causal=True).astype(np.float32).sum(), dtype)
-    found = list(all_equations(jax.make_jaxpr(jax.grad(cast, argnums=(0, 1, 2)))(*arrays[:3]).jaxpr))
+    found = list(visit(jax.make_jaxpr(jax.grad(cast, argnums=(0, 1, 2)))(*arrays[:3]).jaxpr))
     products = [eqn for eqn in found if eqn.primitive.name == "dot_general"]
     assert len(products) == 6
     assert all(v.aval.dtype == dtype for eqn in products for v in eqn.invars)
@@ -177,7 +177,7 @@ def test_remat_of_dots_keeps_the_output_of_the_kernel():
     def calls(policy):
         cast = autocast(lambda *qkv: block(layer)(*qkv).astype(np.float32).sum(), jnp.bfloat16)
         traced = jax.make_jaxpr(jax.grad(remat(cast, policy), argnums=(0, 1, 2)))(q, k, v)
-        names = [eqn.primitive.name for eqn in all_equations(traced.jaxpr)]
+        names = [eqn.primitive.name for eqn in visit(traced.jaxpr)]
         return names.count("fused_attention"), names.count("fused_attention_backward")
 
     assert calls("none") == calls("dots") == (1, 1)

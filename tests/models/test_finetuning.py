@@ -21,10 +21,10 @@ from jaxtrain.models import (
     neftune,
     with_neftune,
 )
+from jaxtrain.program.equations import visit
 from parity.cases import text
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
-from tests.models.programs import all_equations
 
 UPDATES, BETA = 20, 0.4
 SIZES = LlamaConfig(
@@ -211,7 +211,7 @@ def test_log_probabilities_need_no_logits_of_all_tokens():
     compute, params = functional(Llama(SIZES, rngs=nnx.Rngs(0)), log_probs)
     given = batch(0)
     traced = jax.make_jaxpr(jax.grad(lambda p: compute(p, given["tokens"], given["targets"], chunk=4).sum()))(params)
-    largest = max(v.aval.size for eqn in all_equations(traced.jaxpr) for v in eqn.outvars if v.aval.shape[-1:] == (13,))
+    largest = max(v.aval.size for eqn in visit(traced.jaxpr) for v in eqn.outvars if v.aval.shape[-1:] == (13,))
     assert largest < given["tokens"].size * 13
     apply, _ = functional(Llama(SIZES, rngs=nnx.Rngs(0)))
     logits = apply(params, given["tokens"])

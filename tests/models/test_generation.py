@@ -20,13 +20,14 @@ from jaxtrain.models import GPT2, T5, GPT2Config, T5Config, functional, generati
 from jaxtrain.models.generation import Sampling, generate, stream
 from jaxtrain.models.llama import Llama
 from jaxtrain.models.mixtral import Mixtral
+from jaxtrain.program.equations import visit
 from parity.cases import gpt2 as gpt2_case
 from parity.cases import llama as llama_case
 from parity.cases import mixtral as mixtral_case
 from parity.cases import t5 as t5_case
 from parity.cases import text
 from parity.oracle.in_torch import InFloat64
-from tests.models.programs import all_equations, widened
+from tests.models.programs import widened
 
 GPT2_CONFIG = GPT2Config(vocab_size=61, n_positions=96, n_embd=32, n_layer=2, n_head=4)
 # transformers itself cannot generate with the router's logits.
@@ -163,7 +164,7 @@ def flops_of_a_token(name, prompt, new_tokens):
     model, _, params = made(config)
     tokens = np.zeros((1, prompt), np.int32)
     traced = jax.make_jaxpr(lambda params: generate(model, params, tokens, new_tokens))(params)
-    (loop,) = [eqn for eqn in all_equations(traced.jaxpr) if eqn.primitive.name == "while"]
+    (loop,) = [eqn for eqn in visit(traced.jaxpr) if eqn.primitive.name == "while"]
     body = loop.params["body_jaxpr"]
     return flops(jaxpr_as_fun(body), *body.in_avals)
 
@@ -234,7 +235,7 @@ def test_long_sequences_of_mixed_layers_have_no_array_of_queries_by_keys():
     train = jax.grad(lambda params: apply(params, tokens, None, None, tokens).sum())
     texts = [functools.partial(generate, model, prompts=tokens, new_tokens=3, mask=mask) for mask in (None, left)]
     for program in (train, *texts):
-        found = list(all_equations(jax.make_jaxpr(program)(params).jaxpr))
+        found = list(visit(jax.make_jaxpr(program)(params).jaxpr))
         shapes = {getattr(v.aval, "shape", ()) for eqn in found for v in (*eqn.invars, *eqn.outvars)}
         assert not [shape for shape in shapes if sum(size >= 300 for size in shape) > 1]
         # Of a prompt, only the last logits are computed.

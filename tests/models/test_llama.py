@@ -19,10 +19,11 @@ from jaxtrain.models.llama import Llama, LlamaConfig, from_hf, to_hf, torch_name
 from jaxtrain.models.rope import Rope
 from jaxtrain.passes.memory.remat import remat
 from jaxtrain.passes.numerics.autocast import autocast
+from jaxtrain.program.equations import visit
 from parity.cases import text
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
-from tests.models.programs import all_equations, widened
+from tests.models.programs import widened
 
 TOKENS = np.random.default_rng(0).integers(0, 31, size=(3, 9)).astype(np.int32)
 LONG = np.random.default_rng(1).integers(0, 31, size=(1, 260)).astype(np.int32)
@@ -271,12 +272,12 @@ def test_float64_stays_float64_and_products_are_in_low_precision_under_autocast(
         return cross_entropy(apply(params, TOKENS[:, :-1], rng), TOKENS[:, 1:]).sum()
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        found = list(all_equations(jax.make_jaxpr(jax.value_and_grad(loss))(widened(params), jax.random.key(0)).jaxpr))
+        found = list(visit(jax.make_jaxpr(jax.value_and_grad(loss))(widened(params), jax.random.key(0)).jaxpr))
     # Only inputs such as positions and frequencies may be float32, no result.
     low = [eqn for eqn in found if "float32" in {v.aval.dtype.name for v in eqn.outvars if hasattr(v.aval, "dtype")}]
     assert not low, low
     cast = autocast(loss, jnp.bfloat16)
-    found = list(all_equations(jax.make_jaxpr(jax.grad(cast))(params, jax.random.key(0)).jaxpr))
+    found = list(visit(jax.make_jaxpr(jax.grad(cast))(params, jax.random.key(0)).jaxpr))
     products = [eqn for eqn in found if eqn.primitive.name == "dot_general"]
     assert len(products) >= 27
     assert all(v.aval.dtype == jnp.bfloat16 for eqn in products for v in eqn.invars)

@@ -32,8 +32,9 @@ from jaxtrain.models.dropout import dropout
 from jaxtrain.models.gpt2 import torch_names
 from jaxtrain.passes.memory.remat import remat
 from jaxtrain.passes.numerics.autocast import autocast
+from jaxtrain.program.equations import visit
 from parity.randomness import dropout_mask_fn
-from tests.models.programs import all_equations, widened
+from tests.models.programs import widened
 
 SIZES = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2)
 CONFIG = LoraConfig(r"blocks/(qkv|fc|mlp_proj)/kernel", r=3, alpha=5.0)
@@ -94,7 +95,7 @@ def test_no_array_of_the_size_of_a_kernel_is_computed():
         "merged": lambda a: plain(lora.merge(PARAMS, a, config)),
     }
     traced = {name: jax.make_jaxpr(jax.grad(loss))(adapters).jaxpr for name, loss in losses.items()}
-    shapes = {name: {v.aval.shape for eqn in all_equations(t) for v in eqn.outvars} for name, t in traced.items()}
+    shapes = {name: {v.aval.shape for eqn in visit(t) for v in eqn.outvars} for name, t in traced.items()}
     assert not shapes["unmerged"] & {(8, 32), (2, 8, 32)}
     assert shapes["merged"] >= {(8, 32), (2, 8, 32)}
     assert (2, 3, 32) in shapes["unmerged"]
@@ -351,5 +352,5 @@ def test_texts_generated_through_adapters_are_those_of_the_merged_model(form):
     kernels = {base["blocks"][name]["kernel"].shape for name in ("qkv", "fc", "mlp_proj")}
     # A kernel or a stack of them, merged; of a quantized one a layer is dequantized at a time.
     unwanted = kernels if form != "lora" else kernels | {shape[1:] for shape in kernels}
-    shapes = {out.aval.shape for eqn in all_equations(program) for out in eqn.outvars if eqn.primitive.name == "add"}
+    shapes = {out.aval.shape for eqn in visit(program) for out in eqn.outvars if eqn.primitive.name == "add"}
     assert not unwanted & shapes

@@ -24,10 +24,10 @@ from jaxtrain.models.mixtral import (
     torch_names,
 )
 from jaxtrain.passes.numerics.autocast import autocast
+from jaxtrain.program.equations import visit
 from parity.cases import text
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
-from tests.models.programs import all_equations
 
 CONFIG = MixtralConfig(
     vocab_size=31, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
@@ -145,7 +145,7 @@ def test_torch_names_equal_those_of_transformers():
 def test_under_autocast_products_are_in_low_precision_and_the_router_chooses_in_float32():
     apply, params = functional(Experts(CONFIG, rngs=nnx.Rngs(0)))
     cast = autocast(lambda params, x: apply(params, x)[0].astype(np.float32).sum(), jnp.bfloat16)
-    found = list(all_equations(jax.make_jaxpr(jax.grad(cast))(params, X.astype(np.float32)).jaxpr))
+    found = list(visit(jax.make_jaxpr(jax.grad(cast))(params, X.astype(np.float32)).jaxpr))
     products = [eqn for eqn in found if eqn.primitive.name in ("ragged_dot_general", "dot_general")]
     floating = [v.aval for eqn in products for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.floating)]
     # The router's product and two grouped ones, the gradients of their weights, and one of an input.

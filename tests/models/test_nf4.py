@@ -18,8 +18,8 @@ from jaxtrain.distributed.sharding import param_shardings
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, LoraConfig, functional, gpt2, lora, nf4
 from jaxtrain.passes.numerics.autocast import autocast
+from jaxtrain.program.equations import visit
 from jaxtrain.runner.checkpoint import Checkpoints
-from tests.models.programs import all_equations
 
 TARGETS = r"blocks/(qkv|fc|mlp_proj)/kernel"
 SIZES = GPT2Config(vocab_size=11, n_positions=8, n_embd=16, n_layer=3, n_head=2)
@@ -158,7 +158,7 @@ def test_under_autocast_a_biased_layer_stays_in_low_precision():
     layer = nf4.with_quantized(lambda p, x: x @ p["w"] + p["b"][None])
     traced = jax.make_jaxpr(jax.grad(lambda x: autocast(layer, jnp.bfloat16)(params, x).sum()))(jnp.ones((2, 64)))
     assert autocast(layer, jnp.bfloat16)(params, jnp.ones((2, 64))).dtype == jnp.bfloat16
-    products = [eqn for eqn in all_equations(traced.jaxpr) if eqn.primitive.name == "dot_general"]
+    products = [eqn for eqn in visit(traced.jaxpr) if eqn.primitive.name == "dot_general"]
     assert {v.aval.dtype.name for eqn in products for v in eqn.invars} == {"bfloat16"}
 
 

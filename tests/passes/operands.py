@@ -5,20 +5,20 @@ import jax.numpy as jnp
 import jax.test_util
 import numpy as np
 
-from tests.models.programs import all_equations
+from jaxtrain.program.equations import visit
 
 F32 = jnp.ones((4, 4))
 
 
 def dtypes_of(traced, name):
     """Return the dtypes of operands and results of every equation of a primitive, at any depth."""
-    found = [eqn for eqn in all_equations(traced.jaxpr) if eqn.primitive.name == name]
+    found = [eqn for eqn in visit(traced.jaxpr) if eqn.primitive.name == name]
     return [{v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)} for eqn in found]
 
 
 def operands_of(traced, name):
     """Return the dtypes of the operands only."""
-    found = [eqn for eqn in all_equations(traced.jaxpr) if eqn.primitive.name == name]
+    found = [eqn for eqn in visit(traced.jaxpr) if eqn.primitive.name == name]
     return [{v.aval.dtype.name for v in eqn.invars} for eqn in found]
 
 

@@ -13,7 +13,7 @@ from jaxtrain.losses import cross_entropy
 from jaxtrain.passes.memory.remat import remat as rematerialize
 from jaxtrain.passes.numerics.autocast import autocast, kernel
 from jaxtrain.program import equations, rewrite
-from tests.models.programs import all_equations
+from jaxtrain.program.equations import visit
 from tests.passes.operands import F32, MESH, ROWS, W, X, assert_same_bits, dtypes_of, low
 
 IMAGE, KERNEL = jnp.ones((1, 6, 6, 2)), jnp.ones((3, 3, 2, 4))
@@ -128,7 +128,7 @@ def test_float64_is_unchanged():
         x = jnp.ones((4, 4), np.float64)
         fn = autocast(lambda x: jax.nn.softmax(jnp.tanh(x @ x) ** 2).sum(), jnp.bfloat16)
         traced = jax.make_jaxpr(fn)(x)
-        assert not {v.aval.dtype.name for e in all_equations(traced.jaxpr) for v in e.outvars} & {"bfloat16", "float32"}
+        assert not {v.aval.dtype.name for e in visit(traced.jaxpr) for v in e.outvars} & {"bfloat16", "float32"}
         assert_same_bits(fn(x), jax.nn.softmax(jnp.tanh(x @ x) ** 2).sum())
 
 

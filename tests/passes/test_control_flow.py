@@ -14,7 +14,7 @@ import jaxtrain as jt
 from jaxtrain.losses import cross_entropy
 from jaxtrain.passes.numerics.autocast import autocast
 from jaxtrain.program import rewrite
-from tests.models.programs import all_equations
+from jaxtrain.program.equations import visit
 from tests.passes.operands import MESH, ROWS, WHOLE, W, X, assert_same_bits, dtypes_of, rounded
 
 
@@ -213,7 +213,7 @@ def test_the_users_checkpoints_and_their_policies_are_preserved():
     policy = jax.checkpoint_policies.dots_saveable
     checkpointed = jax.checkpoint(lambda x: jnp.sin(x @ W), policy=policy, prevent_cse=False)
     cast = autocast(lambda x: lax.scan(lambda c, _: (checkpointed(c), None), x, None, length=3)[0], jnp.bfloat16)
-    (eqn,) = (e for e in all_equations(jax.make_jaxpr(cast)(X).jaxpr) if e.primitive.name in ("checkpoint", "remat2"))
+    (eqn,) = (e for e in visit(jax.make_jaxpr(cast)(X).jaxpr) if e.primitive.name in ("checkpoint", "remat2"))
     assert eqn.params["policy"] is policy
     assert eqn.params["prevent_cse"] is False
 

@@ -15,7 +15,7 @@ import jaxtrain as jt
 from jaxtrain.errors import UserError
 from jaxtrain.passes import Fp8, kernel_uses, policy
 from jaxtrain.passes.fp8.product import fp8_product
-from tests.models.programs import all_equations
+from jaxtrain.program.equations import visit
 
 BF16 = jnp.bfloat16
 twice = jt.kernel(lambda x: x + x)
@@ -177,4 +177,4 @@ def test_a_product_with_its_own_derivative_and_one_of_an_inner_policy_are_left_a
     uses = kernel_uses(dataclasses.replace(numerics, fp8=None).apply(inner), numerics.fp8, params, jnp.ones((1, 16)))
     assert [use.path for use in uses if use.reason is None] == ["body"]
     traced = jax.make_jaxpr(numerics.apply(inner))(params, jnp.ones((1, 16)))
-    assert sum(eqn.primitive.name == "fp8_product" for eqn in all_equations(traced.jaxpr)) == 1
+    assert sum(eqn.primitive.name == "fp8_product" for eqn in visit(traced.jaxpr)) == 1

@@ -8,7 +8,7 @@ import torch
 
 from jaxtrain.passes import Fp8, policy
 from jaxtrain.passes.fp8.product import fp8_product
-from tests.models.programs import all_equations
+from jaxtrain.program.equations import visit
 from tests.passes import torchao_references as torchao
 
 RECIPES = {"fp8": "tensorwise", "fp8_row": "rowwise"}
@@ -146,8 +146,6 @@ def test_the_backward_pass_keeps_operands_in_8_bits(name):
     assert sum(a.nbytes for a in kept if a.dtype != np.float32) <= x.size + kernel.size + 8
 
     traced = jax.make_jaxpr(lambda g: pull_back(g))(jnp.ones((4, 128, 256), jnp.bfloat16))
-    formats = [
-        [v.aval.dtype.name for v in e.invars[:3:2]] for e in all_equations(traced.jaxpr) if "scaled" in str(e.primitive)
-    ]
+    formats = [[v.aval.dtype.name for v in e.invars[:3:2]] for e in visit(traced.jaxpr) if "scaled" in str(e.primitive)]
     of_gradient = "float8_e5m2" if name == "fp8" else "float8_e4m3fn"
     assert sorted(map(sorted, formats)) == [sorted(["float8_e4m3fn", of_gradient])] * 2

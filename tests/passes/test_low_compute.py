@@ -19,7 +19,7 @@ from jaxtrain.models.layer_norm import LayerNorm
 from jaxtrain.models.llama.model import RMSNorm
 from jaxtrain.passes.policies import policy
 from jaxtrain.program import equations
-from tests.models.programs import all_equations
+from jaxtrain.program.equations import visit
 
 compute = policy("bf16_compute").apply
 X = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), np.float32)
@@ -105,7 +105,7 @@ def test_activations_and_the_residual_stream_of_a_model_are_bfloat16():
 
     traced = jax.make_jaxpr(jax.value_and_grad(compute(loss_fn)))(params, TOKENS, jax.random.key(0))
     assert {v.aval.dtype.name for v in traced.jaxpr.outvars} == {"float32"}
-    found = [*all_equations(traced.jaxpr)]
+    found = [*visit(traced.jaxpr)]
     products = [e for e in found if e.primitive.name == "dot_general"]
     assert len(products) >= 3 * 7
     assert {v.aval.dtype.name for e in products for v in e.invars} == {"bfloat16"}
@@ -114,7 +114,7 @@ def test_activations_and_the_residual_stream_of_a_model_are_bfloat16():
     assert [v.aval.dtype.name for v in forward.invars[n_consts : n_consts + n_carry]] == ["bfloat16"]
     # Where the stream meets a branch, both are bfloat16.
     shape = (2, 4, 8)
-    joins = [e for e in all_equations(forward.params["jaxpr"].jaxpr) if e.primitive.name == "add"]
+    joins = [e for e in visit(forward.params["jaxpr"].jaxpr) if e.primitive.name == "add"]
     joins = [e for e in joins if {v.aval.shape for v in e.invars} == {shape}]
     assert sum(e.outvars[0].aval.dtype == jnp.bfloat16 for e in joins) >= 2
 
@@ -160,9 +160,7 @@ def test_gradients_of_repeated_values_are_summed_in_float32(name):
     assert gradient.dtype == np.float32
     # 1,200 ones: a sum in bfloat16 stops at 256.
     np.testing.assert_array_equal(gradient.reshape(-1, 8)[0], rounded(jnp.full(8, 1200.0)))
-    sums = [
-        e for e in all_equations(grad.trace(X, W, B).jaxpr.jaxpr) if e.primitive.name in ("reduce_sum", "scatter-add")
-    ]
+    sums = [e for e in visit(grad.trace(X, W, B).jaxpr.jaxpr) if e.primitive.name in ("reduce_sum", "scatter-add")]
     sums = [e for e in sums if e.invars[0].aval.size != e.outvars[0].aval.size or e.primitive.name != "reduce_sum"]
     assert {e.invars[0].aval.dtype.name for e in sums} == {"float32"}
 

@@ -16,7 +16,7 @@ from jaxtrain.models import GPT2, GPT2Config, functional
 from jaxtrain.passes.memory.remat import remat as rematerialize
 from jaxtrain.passes.numerics.autocast import autocast
 from jaxtrain.passes.policies import POLICIES, policy
-from tests.models.programs import all_equations
+from jaxtrain.program.equations import visit
 from tests.passes.operands import W, X, dtypes_of, operands_of
 
 CONFIG = GPT2Config(vocab_size=19, n_positions=8, n_embd=16, n_layer=2, n_head=2, dropout=0.1)
@@ -100,7 +100,7 @@ def test_float32_products_are_in_full_precision_unless_the_policy_is_tf32(name, 
 
     with jax.enable_x64(name == "fp64"):
         traced = jax.make_jaxpr(jax.grad(policy(name).apply(float32_and_low)))(policy(name).cast_params(W[:3, :3]))
-    products = [e for e in all_equations(traced.jaxpr) if e.primitive.name == "dot_general"]
+    products = [e for e in visit(traced.jaxpr) if e.primitive.name == "dot_general"]
     wide = [e for e in products if e.invars[0].aval.dtype == np.float32]
     assert (len(products), len(wide)) == (6, 6 if name in ("fp32", "tf32") else 3)
     assert {p.name for e in wide for p in e.params["precision"]} == {expected}
@@ -127,5 +127,5 @@ def test_policies_compose():
         outs = jax.eval_shape(policy(name).apply(body), X)
         assert [out.dtype.name for out in outs] == [np.dtype(policy(name).compute_dtype).name, "float32"]
     traced = jax.make_jaxpr(policy("bf16").apply(head))(X)
-    (eqn,) = (e for e in all_equations(traced.jaxpr) if e.primitive.name == "dot_general")
+    (eqn,) = (e for e in visit(traced.jaxpr) if e.primitive.name == "dot_general")
     assert eqn.params["precision"] == (lax.Precision.HIGHEST, lax.Precision.HIGHEST)

@@ -19,7 +19,7 @@ from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
 from jaxtrain.passes.memory.remat import POLICIES, block, remat
 from jaxtrain.program import rewrite
-from tests.models.programs import all_equations
+from jaxtrain.program.equations import visit
 
 TOKENS = np.random.default_rng(0).integers(0, 13, size=(4, 7)).astype(np.int32)
 ALL = ["none", *POLICIES]
@@ -28,7 +28,7 @@ BY_NAME = [*ALL, "names:hidden"]
 
 def count(fn, *args, of):
     """Count equations of the given primitives in the jaxpr of `fn`, at any depth."""
-    return sum(eqn.primitive.name in of for eqn in all_equations(jax.make_jaxpr(fn)(*args).jaxpr))
+    return sum(eqn.primitive.name in of for eqn in visit(jax.make_jaxpr(fn)(*args).jaxpr))
 
 
 def checkpoints(fn, *args):
@@ -240,7 +240,7 @@ def test_blocks_of_scans_compiled_for_gpus_have_no_barrier():
 
     def barriers(platform):
         traced = jax.make_jaxpr(remat(layers, "full", platform))(X).jaxpr
-        return [eqn.params["prevent_cse"] for eqn in all_equations(traced) if "prevent_cse" in eqn.params]
+        return [eqn.params["prevent_cse"] for eqn in visit(traced) if "prevent_cse" in eqn.params]
 
     assert [barriers(platform) for platform in ("cpu", "gpu")] == [[True, True], [True, False]]
 
@@ -391,6 +391,6 @@ def test_offload_copies_named_values_to_the_host_and_back(monkeypatch):
     offloaded, saved = (jax.value_and_grad(remat(attending, policy)) for policy in ("offload:y", "names:y"))
     arguments = X8, X8[:4]
     traced = jax.make_jaxpr(offloaded)(*arguments).jaxpr
-    copies = [e.outvars[0].aval for e in all_equations(traced) if e.primitive.name == "device_put"]
+    copies = [e.outvars[0].aval for e in visit(traced) if e.primitive.name == "device_put"]
     assert [(aval.shape, aval.memory_space.name) for aval in copies] == [((2, 2, 8), "Host"), ((2, 2, 8), "Device")]
     jax.tree.map(np.testing.assert_array_equal, jax.jit(offloaded)(*arguments), jax.jit(saved)(*arguments))

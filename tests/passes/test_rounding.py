@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxtrain.passes import recomputed
 from jaxtrain.passes.numerics.autocast import autocast, kernel
-from tests.models.programs import all_equations
+from jaxtrain.program.equations import visit
 from tests.passes.operands import F32, W, X, assert_same_bits, low, operands_of
 
 
@@ -105,7 +105,7 @@ def test_a_low_precision_value_is_converted_once_so_that_its_gradient_is_rounded
         return (wide - wide.mean(-1, keepdims=True)) * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True))
 
     traced = jax.make_jaxpr(autocast(fn, jnp.bfloat16))(X)
-    conversions = [e for e in all_equations(traced.jaxpr) if e.primitive.name == "convert_element_type"]
+    conversions = [e for e in visit(traced.jaxpr) if e.primitive.name == "convert_element_type"]
     # One for each operand of the product, and one for the product.
     assert len(conversions) == 3
 

@@ -10,8 +10,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.cost.flops import flops
+from jaxtrain.program.equations import visit
 from jaxtrain.program.internals import OF_HIJAX, _config, missing_internals
-from tests.models.programs import all_equations
 from tests.passes.test_control_flow import in_custom_jvp, in_custom_vjp, in_nest, in_part_of_checkpoint
 
 FLAGS = [name for name in OF_HIJAX if hasattr(_config, name)]
@@ -66,7 +66,7 @@ def test_a_step_is_the_same_program(flags):
             step = jt.train_step(fresh(loss_fn), optax.adam(0.1), precision="fp16", remat="dots", accumulate=2)
             state = step.init(PARAMS)
             traced = jax.make_jaxpr(step.pure)(state, BATCH)
-            texts.append([eqn.primitive.name for eqn in all_equations(traced.jaxpr)])
+            texts.append([eqn.primitive.name for eqn in visit(traced.jaxpr)])
             states.append(step(state, BATCH)[0].params)
     assert texts[0] == texts[1]
     assert "call_hi_primitive" not in texts[1]

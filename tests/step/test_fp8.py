@@ -15,8 +15,8 @@ from jaxtrain.distributed import make_mesh, shard
 from jaxtrain.passes import policy
 from jaxtrain.passes.fp8.scales import CAST, E4M3
 from jaxtrain.planning.gathered_params import gathered_bytes
+from jaxtrain.program.equations import visit
 from jaxtrain.step.loss_program import LossProgram
-from tests.models.programs import all_equations
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 2, 32, 64, 48
 RULES = {
@@ -111,7 +111,7 @@ def test_products_that_are_saved_are_not_computed_again():
     def products_in_backward(remat):
         step = jt.train_step(loss_fn, optax.sgd(1.0), precision="fp8", remat=remat)
         traced = jax.make_jaxpr(step.pure)(step.init(PARAMS), BATCH)
-        return sum(eqn.primitive.name in ("scaled_product", "fp8_product") for eqn in all_equations(traced.jaxpr))
+        return sum(eqn.primitive.name in ("scaled_product", "fp8_product") for eqn in visit(traced.jaxpr))
 
     # Two products of a layer forward, and four of their gradients; the last of a block need not be computed again.
     assert products_in_backward("dots") == products_in_backward("none") == 6
@@ -221,13 +221,13 @@ def test_the_loop_over_micro_batches_casts_no_kernel():
     traced = jax.make_jaxpr(step.pure)(step.init(PARAMS), {"tokens": TOKENS}).jaxpr
 
     def bodies(jaxpr):
-        for eqn in all_equations(jaxpr):
+        for eqn in visit(jaxpr):
             if eqn.primitive.name == "scan" and eqn.params["length"] == 2 and eqn.invars[-1].aval.shape[1:] == (8, 8):
                 yield eqn.params["jaxpr"].jaxpr
 
     (loop,) = bodies(traced)
-    assert casts_of_kernels(all_equations(loop)) == 0
-    assert casts_of_kernels(all_equations(traced)) == 2
+    assert casts_of_kernels(visit(loop)) == 0
+    assert casts_of_kernels(visit(traced)) == 2
 
 
 def test_the_plan_counts_gathered_kernels_in_8_bits():

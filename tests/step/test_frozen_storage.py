@@ -12,7 +12,7 @@ from jaxtrain.distributed import make_mesh, shard
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import LoraConfig, lora, nf4
 from jaxtrain.planning.state_parts import state_parts
-from tests.models.programs import all_equations
+from jaxtrain.program.equations import visit
 
 LAYERS, WIDTH, CLASSES = 3, 8, 11
 TOKENS = np.random.default_rng(0).integers(0, CLASSES, (4, 6)).astype(np.int32)
@@ -120,7 +120,7 @@ def test_no_converted_copy_of_all_layers_is_computed():
 
 def stacks_of_kernels(step, state):
     """Return the arrays with the elements of the kernels of all layers that a step computes."""
-    avals = [v.aval for e in all_equations(jax.make_jaxpr(step.pure)(state, TOKENS).jaxpr) for v in e.outvars]
+    avals = [v.aval for e in visit(jax.make_jaxpr(step.pure)(state, TOKENS).jaxpr) for v in e.outvars]
     stacks = (x for x in avals if x.size >= LAYERS * WIDTH**2 and x.shape[0] == LAYERS)
     return {str(x) for x in stacks if x.shape[1:] != (4, 5, WIDTH)}  # but activations
 
@@ -134,7 +134,7 @@ def test_a_quantized_kernel_of_a_low_precision_model_is_multiplied_by_not_merged
     state = step.shapes({"base": quantized, "lora": adapters})
     assert stacks_of_kernels(step, state) == set()
     traced = jax.make_jaxpr(step.pure)(state, TOKENS)
-    shaped = [v.aval.shape for e in all_equations(traced.jaxpr) for v in e.outvars if e.primitive.name == "dot_general"]
+    shaped = [v.aval.shape for e in visit(traced.jaxpr) for v in e.outvars if e.primitive.name == "dot_general"]
     assert (WIDTH, WIDTH) not in shaped  # no A B, and no gradient of a kernel
     assert (WIDTH, 2) in shaped
 

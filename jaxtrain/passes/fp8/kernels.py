@@ -5,7 +5,7 @@ it. The function is one in low precision already: a product in 8 bits replaces o
 parameter in the dtype that it is stored in.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,13 +24,12 @@ from jaxtrain.passes.fp8.quantized_kernel import QuantizedKernel, Whole
 from jaxtrain.passes.fp8.settings import Fp8
 from jaxtrain.passes.marks import looks_up
 from jaxtrain.passes.numerics.autocast import DISABLED
+from jaxtrain.passes.numerics.autocast_lists import PRODUCTS
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.casts import LOWER_FLOATS, is_array
 from jaxtrain.paths import Matching, path_name
 from jaxtrain.program import equations, rewrite
 from jaxtrain.program.follow import CALLS, carried, enters, is_followed, moves, used, uses
-
-_PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general", BIASED_PRODUCT})
 
 
 class KernelUse(NamedTuple):
@@ -281,7 +280,7 @@ def _runner(context: _Context, disabled: int) -> rewrite.Run:
             context.note(args[:2], reason)
             if reason is None:
                 return [context.multiply(product, args)]
-        elif name not in CALLS and not moves(eqn) and any(_has_product(eqn)):
+        elif name not in CALLS and not moves(eqn) and _has_product(eqn):
             context.note(args, _KINDS.get(name, "in a function that is not followed"))
         return carried(eqn, args, inner)
 
@@ -332,13 +331,8 @@ def _is_converted_once(x: Parameter, dtype: Any) -> bool:
     return x.dtype in (x.array.dtype, dtype) and jnp.issubdtype(dtype, np.floating)
 
 
-def _has_product(eqn: JaxprEqn) -> Iterator[bool]:
-    """Yield a value for every product in an equation."""
-    if eqn.primitive.name in _PRODUCTS:
-        yield True
-    for inner in equations.inner_jaxprs(eqn):
-        for inner_eqn in inner.eqns:
-            yield from _has_product(inner_eqn)
+def _has_product(eqn: JaxprEqn) -> bool:
+    return any(inner.primitive.name in (*PRODUCTS, BIASED_PRODUCT) for inner in equations.within(eqn))
 
 
 def _is_table(traced: Jaxpr, var: Any) -> bool:

@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtrain.errors import UserError
 from jaxtrain.passes.memory.remat import BLOCK
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program.follow import CALLS
 
 AtBlock = Callable[[Any, Callable[[Sequence[Any]], list[Any]], list[Any]], Sequence[Any]]
 """Returns a block's results: `at_block(own, call, args)`, where `own` are its slices of the per-block arrays and
@@ -26,8 +27,6 @@ Run = Callable[[Jaxpr, Sequence[Any], Sequence[Any], Any], list[Any]]
 
 Visit = Callable[[JaxprEqn, list[Any], Any, Run], Sequence[Any]]
 """Returns an equation's results: `visit(eqn, args, arrays, run)`, where `arrays` are those of its blocks, if any."""
-
-_CHECKPOINTS = ("checkpoint", "remat2")
 
 
 def at_blocks(fn: Callable[..., Any], arrays: Any, at_block: AtBlock) -> Callable[..., Any]:
@@ -89,7 +88,7 @@ def blocks_of(eqn: JaxprEqn) -> int:
     name = eqn.primitive.name
     if name == "scan":
         return int(equations.trip_count(eqn)) * count(equations.body(eqn).jaxpr)
-    return sum(map(count, equations.inner_jaxprs(eqn))) if name in (*equations.CALLS, *_CHECKPOINTS) else 0
+    return sum(map(count, equations.inner_jaxprs(eqn))) if name in CALLS else 0
 
 
 def is_block(eqn: JaxprEqn) -> bool:
@@ -147,8 +146,8 @@ def enter(eqn: JaxprEqn, args: list[Any], arrays: Any, run: Run) -> Sequence[Any
 
 def _scan(eqn: JaxprEqn, args: list[Any], arrays: Any, run: Run) -> list[Any]:
     body, length = equations.body(eqn), equations.trip_count(eqn)
-    n_consts, n_carry = equations.scan_sizes(eqn)
-    consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+    consts, init, xs = equations.scan_operands(eqn, args)
+    n_carry = len(init)
     of_steps = jax.tree.map(lambda x: x.reshape(length, x.shape[0] // length, *x.shape[1:]), arrays)
 
     def step(carry: list[Any], x: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:

@@ -139,7 +139,7 @@ def remat(fn: Callable[..., Any], policy: str, platform: str | None = None) -> C
 
     def evaluate_checkpointed(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
         blocks = list(_blocks(closed.jaxpr))
-        checkpointed = [inner for part in blocks or [closed.jaxpr] for inner in _nested(part)]
+        checkpointed = [inner for part in blocks or [closed.jaxpr] for inner in equations.nested(part)]
         if not any(map(_is_opaque, checkpointed)):
             _refuse_absent(policy, names, checkpointed)
             _refuse_idle(policy, save, checkpointed)
@@ -224,11 +224,3 @@ def _blocks(traced: Jaxpr) -> Iterator[Jaxpr]:
     for eqn in traced.eqns:
         for inner in equations.inner_jaxprs(eqn):
             yield from [inner] if equations.is_call(eqn, BLOCK) else _blocks(inner)
-
-
-def _nested(traced: Jaxpr) -> Iterator[Jaxpr]:
-    """Yield `traced` and every jaxpr inside it."""
-    yield traced
-    for eqn in traced.eqns:
-        for inner in equations.inner_jaxprs(eqn):
-            yield from _nested(inner)

@@ -83,7 +83,4 @@ def _is_floating(x: Any) -> bool:
 
 
 def _has_block(traced: Jaxpr) -> bool:
-    return any(
-        equations.is_call(eqn, BLOCK) or any(_has_block(inner) for inner in equations.inner_jaxprs(eqn))
-        for eqn in traced.eqns
-    )
+    return any(equations.is_call(eqn, BLOCK) for eqn in equations.visit(traced))

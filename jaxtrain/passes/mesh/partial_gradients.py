@@ -29,6 +29,7 @@ from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.biased_product import biased_product
 from jaxtrain.passes.numerics.recompute import Gradient, gradient_on_gpu
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program.follow import CALLS, LAYOUT
 from jaxtrain.program.internals import manual_axes
 
 
@@ -81,10 +82,9 @@ def row_counts(batch: Any) -> set[int]:
     return {x.shape[0] for x in jax.tree.leaves(batch) if x.ndim}
 
 
-_LAYOUT = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "slice", "copy"})
+_OF_SUMS = LAYOUT - {"name"} | {"convert_element_type"}  # a policy of rematerialization would save named sums too
 _SUMS = frozenset({"add", "sub"})
 CONVOLUTION = "conv_general_dilated"
-_CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
 
 
 def _rule(of_rows: Groups, counts: Collection[int]) -> rewrite.Rule:
@@ -100,7 +100,7 @@ def _rule(of_rows: Groups, counts: Collection[int]) -> rewrite.Rule:
             if _is_last(x):
                 return [dataclasses.replace(x, value=copy)]
             return [Partial(copy, lax.convert_element_type(x.sums, copy.dtype))]
-        if name in _CALLS and not is_lookup:
+        if name in CALLS and not is_lookup:
             return None
         if name == "scan":
             return _scan(eqn, args, run, of_rows)
@@ -120,7 +120,7 @@ def _rule(of_rows: Groups, counts: Collection[int]) -> rewrite.Rule:
         if name == "sharding_constraint":
             (x,) = args
             return [Partial(rewrite.bind(eqn, [x.value])[0], groups.shard(x.sums, equations.sharding(eqn)))]
-        is_layout = name in _LAYOUT or (name in ("broadcast_in_dim", "gather") and not _is_larger(eqn))
+        is_layout = name in _OF_SUMS or (name in ("broadcast_in_dim", "gather") and not _is_larger(eqn))
         if is_layout and not any(map(_is_partial, args[1:])):
             x, rest = args[0], args[1:]
             by_group = jax.vmap(lambda part: rewrite.bind(eqn, [part, *rest])[0], spmd_axis_name=groups.axes)
@@ -140,8 +140,7 @@ def _is_larger(eqn: JaxprEqn) -> bool:
 
 def _scan(eqn: JaxprEqn, args: list[Any], run: rewrite.Run, groups: Groups) -> list[Any]:
     """Scan over layers of partial sums, [layers, groups, …]."""
-    n_consts, n_carry = equations.scan_sizes(eqn)
-    consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+    consts, carry, xs = equations.scan_operands(eqn, args)
     carry = [_summed(x, groups) for x in carry]
     xs = [of_layers(x) if _is_last(x) else x for x in xs]
     xs = [Partial(x.value, jnp.moveaxis(x.sums, 0, 1)) if isinstance(x, Partial) else x for x in xs]

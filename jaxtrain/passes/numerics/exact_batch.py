@@ -20,13 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxtrain.passes.numerics.autocast_lists import LISTS, Dtype
+from jaxtrain.passes.numerics.autocast_lists import PRODUCTS
 from jaxtrain.passes.numerics.casts import is_array, to_dtype, widen
 from jaxtrain.program import equations, rewrite
 
 _LOW = (jnp.bfloat16, jnp.float16)
-_PRODUCTS = {name for name, dtype in LISTS["cuda"].items() if dtype is Dtype.LOW}
-_ONE_BODY = (*equations.CALLS, "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+_ONE_BODY = (*equations.CALLS, *equations.CHECKPOINTS, "custom_jvp_call", "custom_vjp_call")
 _WITH_RESULTS = ("scan", "while", "cond")
 _DTYPES = ("new_dtype", "dtype", "preferred_element_type")
 _MARKED = "autocast_"  # what the names of functions begin with that autocast computes in its own way
@@ -177,7 +176,7 @@ def _is_in(var: Any, found: set[Any]) -> bool:
 def _is_product(eqn: JaxprEqn, depending: set[Any]) -> bool:
     """Return whether this is a product in low precision with a parameter or an activation."""
     operands = eqn.invars[:2]
-    is_low = eqn.primitive.name in _PRODUCTS and all(_dtype(v) in _LOW for v in operands)
+    is_low = eqn.primitive.name in PRODUCTS and all(_dtype(v) in _LOW for v in operands)
     return is_low and any(_is_in(v, depending) for v in operands)
 
 
@@ -240,9 +239,7 @@ def _operands_entering(eqn: JaxprEqn, depending: set[Any], enters: list[bool]) -
 
 
 def _has_product(body: Jaxpr) -> bool:
-    return any(
-        eqn.primitive.name in _PRODUCTS or any(map(_has_product, equations.inner_jaxprs(eqn))) for eqn in body.eqns
-    )
+    return any(eqn.primitive.name in PRODUCTS for eqn in equations.visit(body))
 
 
 def _bodies(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Callable[[int], int]]]:
@@ -320,7 +317,5 @@ def _wide_literals(low: Jaxpr, wide: Jaxpr) -> dict[int, Any]:
 
 def _literals(body: Jaxpr) -> Iterator[Any]:
     """Yield the floating-point numbers of a program in order."""
-    for eqn in body.eqns:
+    for eqn in equations.visit(body):
         yield from (v for v in eqn.invars if isinstance(v, Literal) and jnp.issubdtype(_dtype(v), np.floating))
-        for inner in equations.inner_jaxprs(eqn):
-            yield from _literals(inner)

@@ -22,16 +22,13 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxtrain.passes.numerics.autocast import DISABLED, KERNEL, LOSS, autocast_disabled, low_unrounded, product_params
-from jaxtrain.passes.numerics.autocast_lists import LISTS, Dtype
+from jaxtrain.passes.numerics.autocast_lists import PRODUCTS
 from jaxtrain.passes.numerics.casts import is_array, to_dtype, widen
 from jaxtrain.passes.numerics.exact_batch import exact_batch
 from jaxtrain.passes.numerics.promoted_products import warn_promoted_products
 from jaxtrain.program import equations, rewrite
 
 _LOW = (jnp.bfloat16, jnp.float16)
-_PRODUCTS = {name for name, dtype in LISTS["cuda"].items() if dtype is Dtype.LOW}
-_CALLS = ("jit", "pjit")
-_CHECKPOINTS = ("checkpoint", "remat2")
 # Between the exponent and its sum, in either direction.
 _MASKING = ("convert_element_type", "select_n", "mul", "reshape", "broadcast_in_dim")
 _WITHIN_SOFTMAX = {*_MASKING, "reduce_sum", "log", "abs", "sign", "squeeze", "stop_gradient", "transpose", "copy"}
@@ -71,7 +68,7 @@ def compute_in(
 
 
 def _evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
-    warn_promoted_products(closed.jaxpr, _PRODUCTS)
+    warn_promoted_products(closed.jaxpr, PRODUCTS)
     starts = {*_softmax_starts(closed.jaxpr)}
     # By identity: values within a softmax, values computed from losses, and numbers repeated to an array.
     softmax: dict[int, Any] = {}
@@ -87,15 +84,15 @@ def _evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
 
     def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         name = eqn.primitive.name
-        if name in _CALLS and equations.in_scope(eqn, LOSS):
+        if name in equations.CALLS and equations.in_scope(eqn, LOSS):
             return noted(rewrite.HIGHER_ORDER[name](eqn, args, _run_unrounded), losses)
         if equations.in_scope(eqn, DISABLED) or equations.is_call(eqn, KERNEL):
             return rewrite.bind_as_traced(eqn, args)
         in_softmax = any(id(x) in softmax for x in args)
         unrounded = any(is_unrounded(v, x) for v, x in zip(eqn.invars, args, strict=True))
-        if name in _CALLS and (unrounded or in_softmax):
+        if name in equations.CALLS and (unrounded or in_softmax):
             return rewrite.evaluate_inner(equations.body(eqn), args, run)
-        if name in _CALLS or (name in _CHECKPOINTS and not in_softmax):
+        if name in equations.CALLS or (name in equations.CHECKPOINTS and not in_softmax):
             return rewrite.HIGHER_ORDER[name](eqn, args, run)
         if name in rewrite.HIGHER_ORDER:
             return rewrite.HIGHER_ORDER[name](eqn, rewrite.cast_like([v.aval for v in eqn.invars], args), run)
@@ -105,7 +102,7 @@ def _evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
             return noted(_in_float32(eqn, args), softmax)
         if in_softmax and name in _END_OF_SOFTMAX:
             return _as_written(eqn, _in_float32(eqn, args))
-        if unrounded and not in_softmax and name not in _PRODUCTS:
+        if unrounded and not in_softmax and name not in PRODUCTS:
             outs = _in_float32(eqn, args)
             rounds = any(_is_low_array(x) and id(x) not in numbers for x in args)
             return _as_written(eqn, outs) if rounds else noted(outs, losses)
@@ -137,7 +134,7 @@ class _Frame:
                 yield from self.caller.back(self.inputs[var], through, to)
         elif eqn.primitive.name == to:
             yield eqn, self
-        elif eqn.primitive.name in _CALLS:
+        elif eqn.primitive.name in equations.CALLS:
             body = equations.body(eqn).jaxpr
             returned = body.outvars[eqn.outvars.index(var)]
             yield from _Frame(body, eqn.invars, self).back(returned, through, to)
@@ -200,7 +197,7 @@ def _bind_summing(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         if name == "broadcast_in_dim" and operand.size == _aval(eqn.outvars[0]).size:
             return rewrite.bind(eqn, args)
         return [_sum_gradient(lambda x, *rest: rewrite.bind(eqn, [x, *rest])[0], operand, *rest)]
-    if name in _PRODUCTS and all(x.dtype in _LOW for x in args[:2]):
+    if name in PRODUCTS and all(x.dtype in _LOW for x in args[:2]):
         if len(args) == 2 and _aval(eqn.outvars[0]).dtype == np.float32:
             return low_unrounded(eqn, args, args[0].dtype)
         return [eqn.primitive.bind(*args, **product_params(eqn, _aval(eqn.outvars[0]).dtype))]

@@ -139,10 +139,7 @@ def _with_gradient(closed: ClosedJaxpr, on_gpu: Gradient, args: Sequence[Any], n
 
 
 def _reduces(traced: Jaxpr) -> bool:
-    return any(
-        eqn.primitive.name.startswith("reduce_") or any(map(_reduces, equations.inner_jaxprs(eqn)))
-        for eqn in traced.eqns
-    )
+    return any(eqn.primitive.name.startswith("reduce_") for eqn in equations.visit(traced))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxtrain.passes.fp8.scaled_product import NAME
 from jaxtrain.program import equations, rewrite
 
-_LAYOUT = ("convert_element_type", "reshape")
+FUSED_BEHIND = ("convert_element_type", "reshape")
+"""Primitives that a kernel which writes their operand computes as well."""
 _ADD = ("add", "add_any")
 
 
@@ -49,7 +50,7 @@ class AddedProducts:
         """Note the result of an equation if it is a product, or one in another layout or in float32."""
         if eqn.primitive.name == NAME and _is_added_by_a_library(eqn, args):
             self._products[id(outs[0])] = _Product(eqn, args, outs[0]), outs[0]
-        elif eqn.primitive.name in _LAYOUT and self._is_read_once(eqn.invars) and _keeps_values(eqn):
+        elif eqn.primitive.name in FUSED_BEHIND and self._is_read_once(eqn.invars) and _keeps_values(eqn):
             found = self._products.get(id(args[0]))
             self._products |= {} if found is None else {id(outs[0]): (found[0], outs[0])}
 
@@ -96,8 +97,6 @@ def _keeps_values(eqn: JaxprEqn) -> bool:
 
 def _reads(traced: Jaxpr) -> Iterator[Any]:
     """Yield the variables that equations read, and those that are results, as often as they are."""
-    yield from (v for v in traced.outvars if not isinstance(v, Literal))
-    for eqn in traced.eqns:
-        yield from (v for v in eqn.invars if not isinstance(v, Literal))
-        for inner in equations.inner_jaxprs(eqn):
-            yield from _reads(inner)
+    for jaxpr in equations.nested(traced):
+        read = (*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars))
+        yield from (v for v in read if not isinstance(v, Literal))

@@ -12,11 +12,11 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.passes.fp8.scales import AMAX, amax_of_all
+from jaxtrain.passes.xla_gpu.added_products import FUSED_BEHIND
 from jaxtrain.program import equations, rewrite
 
 _Measured = tuple[int, Any]
 """The index of a carried value, and the dtype in which it is measured."""
-_LAYOUT = ("convert_element_type", "reshape")
 
 Inlined = Callable[[JaxprEqn], tuple[Jaxpr, Sequence[Any]] | None]
 """Returns the jaxpr and the constants of a call to look into; None for all other equations."""
@@ -60,7 +60,7 @@ def _measured(traced: Jaxpr, carried: Mapping[Any, _Measured], inlined: Inlined)
         if not eqn.invars or isinstance(eqn.invars[0], Literal):
             continue
         of_first = carried.get(eqn.invars[0])
-        if of_first and eqn.primitive.name in _LAYOUT:
+        if of_first and eqn.primitive.name in FUSED_BEHIND:
             carried[eqn.outvars[0]] = of_first[0], eqn.outvars[0].aval.dtype  # type: ignore[attr-defined]
         elif of_first and is_amax_of_all(eqn):
             yield of_first
@@ -88,7 +88,7 @@ def _rule(carry: Mapping[int, Any], known: Mapping[_Measured, jax.Array], inline
         if (inner := inlined(eqn)) is not None:
             return run(*inner, args)
         outs = rewrite.bind(eqn, args)
-        if found and eqn.primitive.name in _LAYOUT:
+        if found and eqn.primitive.name in FUSED_BEHIND:
             carried[id(outs[0])] = found[0], outs[0].dtype
             alive.append(outs[0])
         return outs

@@ -19,7 +19,7 @@ from jaxtrain.passes.fp8.scales import AMAX, CAST, E4M3
 from jaxtrain.passes.xla_gpu.added_products import AddedProducts
 from jaxtrain.passes.xla_gpu.carried_magnitudes import carry_magnitudes, is_amax_of_all
 from jaxtrain.passes.xla_gpu.equal_values import Equal, scan_merged
-from jaxtrain.passes.xla_gpu.scanned import CHECKPOINTS, is_cheap
+from jaxtrain.passes.xla_gpu.scanned import is_cheap
 from jaxtrain.passes.xla_gpu.shared_scales import SharedScales
 from jaxtrain.program import equations, rewrite
 from jaxtrain.program.platform import on_gpu
@@ -134,11 +134,9 @@ def _cast(eqn: JaxprEqn, args: list[Any], again: "_Again", measured: set[int]) -
 
 def _activations(traced: Jaxpr) -> Iterator[Any]:
     """Yield the variables that are converted to the format of activations."""
-    for eqn in traced.eqns:
+    for eqn in equations.visit(traced):
         if eqn.primitive.name == CAST and equations.own(eqn, "dtype") == E4M3:
             yield from (v for v in eqn.invars if not isinstance(v, Literal))
-        for inner in equations.inner_jaxprs(eqn):
-            yield from _activations(inner)
 
 
 def _largest(eqn: JaxprEqn, args: list[Any], *, by_columns: bool) -> list[Any]:
@@ -160,7 +158,7 @@ def _amax(x: jax.Array, *, by_columns: bool) -> jax.Array:
 def _inlined(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
     """Return the jaxpr and constants of a call without a barrier that contains conversions, or what they convert."""
     name = eqn.primitive.name
-    if name in CHECKPOINTS:
+    if name in equations.CHECKPOINTS:
         return None if equations.prevents_cse(eqn) else (equations.body(eqn), ())
     is_a_part = name in ("eval_jaxpr", "closed_call")  # of a checkpoint, split off by differentiation
     if is_a_part or (name in equations.CALLS and any(map(_has_casts, equations.inner_jaxprs(eqn)))):
@@ -170,21 +168,17 @@ def _inlined(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
 
 
 def _without_barriers(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-    if eqn.primitive.name not in CHECKPOINTS:
+    if eqn.primitive.name not in equations.CHECKPOINTS:
         return rewrite.bind(eqn, args)
     return rewrite.interpret(equations.body(eqn), (), args, lambda eqn, args, run: _without_barriers(eqn, args))
 
 
 def _has_casts(traced: Jaxpr) -> bool:
-    return any(
-        eqn.primitive.name in (CAST, "scan") or any(map(_has_casts, equations.inner_jaxprs(eqn))) for eqn in traced.eqns
-    )
+    return any(eqn.primitive.name in (CAST, "scan") for eqn in equations.visit(traced))
 
 
 def _sums(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "reduce_sum" or any(
-        _sums(e) for body in equations.inner_jaxprs(eqn) for e in body.eqns
-    )
+    return any(inner.primitive.name == "reduce_sum" for inner in equations.within(eqn))
 
 
 class _Again:

@@ -34,7 +34,6 @@ CHEAP = frozenset(
 
 "split" is not one of them: its parts are as large as its operand, and on a mesh it may communicate."""
 
-CHECKPOINTS = ("checkpoint", "remat2")
 """Names of the primitive of `jax.checkpoint`."""
 SMALL_TABLE = 2**16
 """Elements of a table that stays in the cache, so that lookups in it are cheap: quantized kernels are looked up."""
@@ -143,7 +142,7 @@ def _inline_checkpoints(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Seq
 
 
 def _is_checkpoint(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in CHECKPOINTS
+    return eqn.primitive.name in equations.CHECKPOINTS
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxtrain.passes.fp8.scaled_product import NAME
 
-_LAYOUT = ("optimization_barrier", "reshape", "transpose")
+_UNCHANGED = ("optimization_barrier", "reshape", "transpose")
 
 
 class SharedScales:
@@ -49,7 +49,7 @@ class SharedScales:
         if not any(id(x) in self._scales for x in args):
             return args
         if eqn.primitive.name != NAME:
-            self.are_lost |= eqn.primitive.name not in _LAYOUT
+            self.are_lost |= eqn.primitive.name not in _UNCHANGED
             return args
         args = [*args]
         for i in (0, 2):

@@ -50,14 +50,14 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | N
 
 
 def _has_scan(traced: Jaxpr) -> bool:
-    return any(eqn.primitive.name == "scan" or any(map(_has_scan, equations.inner_jaxprs(eqn))) for eqn in traced.eqns)
+    return any(eqn.primitive.name == "scan" for eqn in equations.visit(traced))
 
 
 def _carry_outputs(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     """Evaluate a scan whose outputs are part of its carry."""
     body, length, reverse = equations.body(eqn), equations.trip_count(eqn), equations.is_reversed(eqn)
-    n_consts, n_carry = equations.scan_sizes(eqn)
-    consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+    consts, init, xs = equations.scan_operands(eqn, args)
+    n_carry = len(init)
     evaluate = jaxpr_as_fun(body)
 
     def step(state: Any, _: None) -> tuple[Any, None]:
