@@ -22,6 +22,7 @@ COMMANDS = {
     "data": "tokenize corpora, or write examples: jaxtrain data tokenize CORPUS…, jaxtrain data stdlib-pairs",
     "new": "write a recipe to edit: jaxtrain new FILE.py [--from RECIPE]",
     "plan": "find settings that fit in memory, or size a mesh: jaxtrain plan RECIPE [--memory 16GiB] [--mesh M]",
+    "explain": "list the passes of the program, why and what each gains: jaxtrain explain RECIPE [--device h100]",
     "launch": "train in several processes on this machine: jaxtrain launch -n N -- train …",
     "doctor": "check the installation and the devices, and suggest fixes",
     "sample": "generate text with a trained language model: jaxtrain sample DIR",

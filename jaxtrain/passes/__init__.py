@@ -12,6 +12,7 @@ policies        the named precisions, each a composition of these
 block_scales    scales of their own for the gradients inside blocks
 rounded_values  counts of the values that a program rounds
 hooks           functions of a gradient, as `Tensor.register_hook`
+pipeline        the order of the passes of a training step, as data
 """
 
 from jaxtrain.passes.block_scales import BlockValues as BlockValues
@@ -87,5 +88,6 @@ __all__ = [
     "memory",
     "mesh",
     "numerics",
+    "pipeline",
     "xla_gpu",
 ]

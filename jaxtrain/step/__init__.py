@@ -1,6 +1,6 @@
 """The training step: scale, differentiate, accumulate, unscale, check, clip, update, rescale.
 
-`step.py` is the algorithm, `build.py` defines `train_step`, `loss_program.py` lists the transforms of the loss.
+`step.py` is the algorithm, `build.py` defines `train_step`, `loss_program.py` lists the passes of the loss.
 """
 
 from jaxtrain.step.accumulate import split_batch as split_batch
@@ -17,6 +17,8 @@ from jaxtrain.step.complex_parameters import as_real as as_real
 from jaxtrain.step.complex_parameters import refuse_complex as refuse_complex
 from jaxtrain.step.diagnosis import takes_one_batch as takes_one_batch
 from jaxtrain.step.evaluation import eval_step
+from jaxtrain.step.explained import Phase as Phase
+from jaxtrain.step.explained import explained as explained
 from jaxtrain.step.first_loss import cause_in_batch as cause_in_batch
 from jaxtrain.step.first_loss import failed_assumption as failed_assumption
 from jaxtrain.step.learning_rate import LearningRate as LearningRate

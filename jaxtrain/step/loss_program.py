@@ -1,11 +1,11 @@
-"""The loss computation of a step: a loss_fn and the program transforms applied to it."""
+"""The loss computation of a step: a loss_fn and the passes that its program goes through."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxtrain.cpu.products import cpu_products
+from jaxtrain.cpu.products import cpu_products, loop_convolutions
 from jaxtrain.passes import (
     Groups,
     Hook,
@@ -15,6 +15,7 @@ from jaxtrain.passes import (
     Whole,
     add_hooks,
     convert_where_used,
+    fuse_casts,
     fuse_slices,
     lookup_gradients,
     overwrite_logits,
@@ -23,10 +24,12 @@ from jaxtrain.passes import (
     save_costly,
     scale_blocks,
     split_products,
+    unfilled_stacks,
     unroll,
     used_dtypes,
     with_copies,
 )
+from jaxtrain.passes.pipeline import BEFORE_GRAD, Rewrite, applied
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step.objective import Compute, LossFn, losses_in_float32, validated
 from jaxtrain.step.probes import NO_PROBES, Probes
@@ -110,69 +113,73 @@ class LossProgram(NamedTuple):
 
     def numerics(
         self, scales: Any = None, probes: Any = None, kernels: KernelCopies | None = None
-    ) -> list[Callable[..., Any]]:
-        """Return the first transforms, in order of application; they decide the dtype of every operation."""
-        return [
-            *self._before_the_policy,
-            # Decides every operation's dtype; what follows only changes how operations are computed.
-            partial(
-                self.policy.apply,
-                state_argnums=(3,),
-                batch_argnums=(1,),
-                scales=scales,
-                probes=probes,
-                kernels=kernels,
-                whole=self.whole,
-            ),
-        ]
+    ) -> dict[str, Rewrite]:
+        """Return the first passes, which decide the dtype of every operation."""
+        precision = partial(
+            self.policy.apply,
+            state_argnums=(3,),
+            batch_argnums=(1,),
+            scales=scales,
+            probes=probes,
+            kernels=kernels,
+            whole=self.whole,
+        )
+        return {**self._before_precision, "precision": precision}
 
     @property
-    def _before_the_policy(self) -> list[Callable[..., Any]]:
-        return [
-            # Innermost, so that an error about the loss_fn's result names what the loss_fn itself returned.
-            partial(validated, differentiable=True),
-            # Before any cast: the mesh recognizes parameters by identity.
-            self.constrain,
-            # Before autocast, so that a parameter's hook receives the float32 gradient, as in PyTorch.
-            partial(add_hooks, hooks=self.hooks),
-        ]
+    def _before_precision(self) -> dict[str, Rewrite]:
+        return {
+            "check": partial(validated, differentiable=True),
+            **({"constraints": self.constrain} if self.is_on_mesh else {}),
+            **({"hooks": partial(add_hooks, hooks=self.hooks)} if self.hooks else {}),
+        }
 
-    def transforms(
+    def rewrites(
         self, copies: Copies = NO_COPIES, scales: Probes = NO_PROBES, probes: Probes = NO_PROBES
-    ) -> list[Callable[..., Any]]:
-        """Return the transforms in order of application: each rewrites the program of all before it."""
-        return [
-            *self.numerics(scales.products, probes.products, copies.kernels),
-            # After autocast, whose roundings it observes.
-            self.observe,
-            # After autocast, in whose dtypes the copies are.
-            identity if copies.gathered is None else partial(with_copies, copies=copies.gathered),
-            # After autocast, whose products it differentiates group by group.
-            identity if self.groups is None else partial(partial_gradients, groups=self.groups),
-            identity if self.lookups is None else partial(lookup_gradients, groups=self.lookups),
-            # After autocast, which chooses the products. On a mesh, parts of a sharded weight would be gathered.
-            identity if self.is_on_mesh else partial(split_products, platform=self.platform),
-            identity if self.is_on_mesh else partial(overwrite_logits, platform=self.platform),
-            # After the sums over groups, which are operands of blocks; before the blocks are unrolled and checkpointed.
-            identity
-            if scales.blocks is None
-            else partial(scale_blocks, scales=scales.blocks, probes=probes.blocks, frozen=self.frozen),
-            # After autocast, which preserves the dtypes of a scan's carry: unrolling changes no number.
-            partial(unroll, platform=self.platform, on_mesh=self.is_on_mesh) if self.unroll else identity,
-            # After autocast, whose low-precision products it rewrites; their gradients follow the rewritten form.
-            partial(cpu_products, platform=self.platform),
-            # After all rewriting of operations, so that a policy chooses among the products that really run.
-            partial(remat, policy=self.remat, platform=self.platform)
-            if self.remat != "none"
-            else partial(save_costly, platform=self.platform),
-            # After the checkpoints of blocks, which may be of other values: remat reads the blocks as they are written.
-            # On a mesh the compiler pipelines only loops that are written as JAX writes them.
-            identity if self.is_on_mesh else partial(fuse_slices, platform=self.platform),
-            # After all other rewriting, so that a product in low precision reads frozen parameters as they are stored.
-            partial(convert_where_used, dtype=self.policy.param_dtype),
-            # Outermost: sums are widened before they are divided, scaled or added.
-            losses_in_float32,
-        ]
+    ) -> dict[str, Rewrite]:
+        """Return the passes of `jaxtrain.passes.pipeline.BEFORE_GRAD` that the program goes through."""
+        found = self.numerics(scales.products, probes.products, copies.kernels)
+        if self.observe is not identity:
+            found["observe"] = self.observe
+        if copies.gathered is not None:
+            found["copies"] = partial(with_copies, copies=copies.gathered)
+        if self.groups is not None:
+            found["partial_gradients"] = partial(partial_gradients, groups=self.groups)
+        if self.lookups is not None:
+            found["lookup_gradients"] = partial(lookup_gradients, groups=self.lookups)
+        if scales.blocks is not None:
+            blocks = {"scales": scales.blocks, "probes": probes.blocks, "frozen": self.frozen}
+            found["scale_blocks"] = partial(scale_blocks, **blocks)
+        if self.unroll:
+            found["unroll"] = partial(unroll, platform=self.platform, on_mesh=self.is_on_mesh)
+        if self.remat != "none":
+            found["remat"] = partial(remat, policy=self.remat, platform=self.platform)
+        else:
+            found["save_costly"] = partial(save_costly, platform=self.platform)
+        if not self.is_on_mesh:
+            # On a mesh parts of a sharded weight would be gathered, and the compiler pipelines only loops that are
+            # written as JAX writes them.
+            for name, rewrite in _ON_ONE_DEVICE.items():
+                found[name] = partial(rewrite, platform=self.platform)
+        found["cpu_products"] = partial(cpu_products, platform=self.platform)
+        found["stored"] = partial(convert_where_used, dtype=self.policy.param_dtype)
+        found["losses_in_float32"] = losses_in_float32
+        return found
+
+    def of_gradient(self, *, in_loop: bool) -> dict[str, Rewrite]:
+        """Return the passes of `jaxtrain.passes.pipeline.AFTER_GRAD` that the gradient of a micro-batch goes through.
+
+        Args:
+          in_loop: Whether the loop over a window's micro-batches computes it.
+        """
+        found: dict[str, Rewrite] = {}
+        if in_loop:
+            found["loop_convolutions"] = partial(loop_convolutions, platform=self.platform)
+        if self.policy.fp8 is not None:
+            found["fuse_casts"] = partial(fuse_casts, platform=self.platform)
+        if not self.is_on_mesh:
+            found["unfilled_stacks"] = partial(unfilled_stacks, platform=self.platform)
+        return found
 
     def compute(self, copies: Copies = NO_COPIES, scales: Probes = NO_PROBES, probes: Probes = NO_PROBES) -> Compute:
         """Return the transformed loss_fn, `compute(params, batch, rng, model_state)`.
@@ -182,7 +189,7 @@ class LossProgram(NamedTuple):
           scales: The scales that the passes read.
           probes: Zeros by which the gradient is what the passes observe.
         """
-        return self._applied(self.transforms(copies, scales, probes))
+        return applied(BEFORE_GRAD, self.rewrites(copies, scales, probes), self.loss_fn)
 
     def copies(self, scales: Any, params: Any, *rest: Any) -> Copies:
         """Return copies of the parameters for a window.
@@ -206,20 +213,25 @@ class LossProgram(NamedTuple):
         are_whole = self.gather is not None
         options: dict[str, Any] = {"scales": scales, "whole": self.whole, "are_whole": are_whole}
         kernels = self.policy.kernels(
-            self._applied(self._before_the_policy), state_argnums=(3,), batch_argnums=(1,), **options
+            applied(BEFORE_GRAD, self._before_precision, self.loss_fn),
+            state_argnums=(3,),
+            batch_argnums=(1,),
+            **options,
         )
         return kernels(params, *rest)
 
     def with_numerics(self) -> Compute:
         """Return the loss_fn with the first transforms only."""
-        return self._applied(self.numerics())
+        return applied(BEFORE_GRAD, self.numerics(), self.loss_fn)
 
     def used_dtypes(self, scales: Any, kernels: KernelCopies | None, params: Any, *rest: Any) -> Any:
         """Return the dtypes in which `compute(params, …)` uses the parameters.
 
         None for tables that it looks up in, and for parameters that it uses in 8 bits only.
         """
-        return used_dtypes(self._applied(self.numerics(scales, scales, kernels)))(params, *rest)
+        compute = applied(BEFORE_GRAD, self.numerics(scales, scales, kernels), self.loss_fn)
+        return used_dtypes(compute)(params, *rest)
 
-    def _applied(self, transforms: Sequence[Callable[..., Any]]) -> Any:
-        return reduce(lambda compute, transform: transform(compute), transforms, self.loss_fn)
+
+_ON_ONE_DEVICE = {"split_products": split_products, "overwrite_logits": overwrite_logits, "fuse_slices": fuse_slices}
+"""Passes of a program for one device."""

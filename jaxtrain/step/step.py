@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtrain.cpu.products import loop_convolutions
 from jaxtrain.cpu.short_rows import as_vectors
 from jaxtrain.errors import UserError
-from jaxtrain.passes import Groups, Stages, fuse_casts, unfilled_stacks
+from jaxtrain.passes import Groups, Stages
+from jaxtrain.passes.pipeline import AFTER_GRAD, AT_UPDATE, Rewrite, applied
 from jaxtrain.paths import merge, partition
 from jaxtrain.program.internals import readable_equations
 from jaxtrain.step.accumulate import (
@@ -187,13 +187,8 @@ def micro_gradient(
         loss, metrics, model_state = compute_with(probes)(params, micro_batch, rng, state.model_state)
         return scaled_mean(loss, k, scale), (loss, metrics, model_state)
 
-    differentiate = jax.grad(scaled_loss, has_aux=True)
-    if in_loop:
-        differentiate = loop_convolutions(differentiate, parts.loss.platform)
-    if parts.loss.policy.fp8 is not None:
-        differentiate = fuse_casts(differentiate, parts.loss.platform)
-    if not parts.loss.is_on_mesh:  # there the compiler pipelines only loops that are written as JAX writes them
-        differentiate = unfilled_stacks(differentiate, parts.loss.platform)
+    passes = parts.loss.of_gradient(in_loop=in_loop)
+    differentiate = applied(AFTER_GRAD, passes, jax.grad(scaled_loss, has_aux=True))
     (grads, observed), (loss, metrics, model_state) = differentiate((variables, zero_probes(scales)))
     return Gradient(widen(grads), loss, metrics, model_state, observed=observed)
 
@@ -273,10 +268,12 @@ def _pipelined_gradient(parts: StepParts, state: TrainState, micro_batches: Any,
 
 def update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[TrainState, Metrics]:
     """Unscale, check, clip, update, rescale."""
-    if parts.loss.is_on_mesh:  # where a vector is not divided as the array is
-        return _update(parts, state, gradient)
-    zero = jnp.minimum(state.step, 0)  # of a number that is never negative
-    return as_vectors(partial(_update, parts), zero, parts.loss.platform)(state, gradient)
+    passes: dict[str, Rewrite] = {}
+    if not parts.loss.is_on_mesh:  # where a vector is not divided as the array is
+        zero = jnp.minimum(state.step, 0)  # of a number that is never negative
+        passes["as_vectors"] = partial(as_vectors, zero=zero, platform=parts.loss.platform)
+    found: tuple[TrainState, Metrics] = applied(AT_UPDATE, passes, partial(_update, parts))(state, gradient)
+    return found
 
 
 def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[TrainState, Metrics]:
