@@ -31,6 +31,8 @@ from jaxtrain.step import (
     init_state,
     is_factory,
     limit_recompilation,
+    mesh_gradient,
+    pipelined_gradient,
     takes_one_batch,
     window_step,
 )
@@ -80,15 +82,17 @@ class ShardedStep(TrainStep):
         self._mesh, self._rules = mesh, rules
         constrain = partial(constrain_shardings, mesh=mesh, rules=rules, accumulate=step.parts.accumulate)
         head_groups = groups_of_head(mesh, rules, step.parts.gradient_sums)
+        stages = pipeline_stages(mesh, step.parts.pipeline_chunks)
         super().__init__(
             step.parts.constrained(
                 constrain,
                 mesh.devices.flat[0].platform,
+                mesh_gradient if stages is None else pipelined_gradient,
                 row_groups(mesh, rules, step.parts.gradient_sums),
                 lookup_groups(mesh, rules, step.parts.accumulate),
                 None if step.parts.reshard_after == "forward" else partial(gather, mesh=mesh, rules=rules),
                 partial(replicate_over, replicated=(FSDP,)) if mesh.shape.get(PIPELINE, 1) == 1 else None,
-                pipeline_stages(mesh, step.parts.pipeline_chunks),
+                stages,
                 None if head_groups is None else RowDivision(partial(constrain, row_axes=ROWS_OF_HEAD), head_groups),
             ),
             step.allow_recompile,

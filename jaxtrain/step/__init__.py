@@ -21,6 +21,7 @@ from jaxtrain.step.explained import Phase as Phase
 from jaxtrain.step.explained import explained as explained
 from jaxtrain.step.first_loss import cause_in_batch as cause_in_batch
 from jaxtrain.step.first_loss import failed_assumption as failed_assumption
+from jaxtrain.step.initial import init_state as init_state
 from jaxtrain.step.learning_rate import LearningRate as LearningRate
 from jaxtrain.step.learning_rate import descend as descend
 from jaxtrain.step.learning_rate import rate_at as rate_at
@@ -55,9 +56,10 @@ from jaxtrain.step.state import averaged as averaged
 from jaxtrain.step.state import is_factory as is_factory
 from jaxtrain.step.state import micro_batch_key as micro_batch_key
 from jaxtrain.step.step import Step as Step
-from jaxtrain.step.step import init_state as init_state
 from jaxtrain.step.step import window_step as window_step
-from jaxtrain.step.window_loop import LONGEST as LONGEST
+from jaxtrain.step.window.loop import LONGEST as LONGEST
+from jaxtrain.step.window.mesh import mesh_gradient as mesh_gradient
+from jaxtrain.step.window.stages import pipelined_gradient as pipelined_gradient
 
 __all__ = [
     "LayerLosses",

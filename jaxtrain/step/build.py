@@ -17,8 +17,10 @@ from jaxtrain.step.batch import require_32_bits
 from jaxtrain.step.compiler_options import CompilerOptions, compiler_options
 from jaxtrain.step.diagnosis import diagnosed, takes_one_batch
 from jaxtrain.step.first_loss import warn_of_first_loss
+from jaxtrain.step.initial import init_state
 from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.step.loss_scale import dynamic_loss_scale, no_loss_scale
+from jaxtrain.step.metrics import Metrics
 from jaxtrain.step.mistakes import check_loss_fn, check_optimizer, location_of
 from jaxtrain.step.objective import LossFn
 from jaxtrain.step.options import check_options
@@ -26,8 +28,8 @@ from jaxtrain.step.parts import StepParts
 from jaxtrain.step.rebuilding import Uses, warn_of_rebuilding
 from jaxtrain.step.retrace import limit_recompilation
 from jaxtrain.step.state import TrainState, materialize, require_present
-from jaxtrain.step.step import Metrics, Step, batch_step, init_state
-from jaxtrain.step.streaming import flush, micro_step
+from jaxtrain.step.step import Step, batch_step
+from jaxtrain.step.window.streaming import flush, micro_step
 
 
 class TrainStep:

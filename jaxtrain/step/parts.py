@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import optax
 
 from jaxtrain.passes import Groups, Stages, Whole
 from jaxtrain.paths import Frozen
 from jaxtrain.step.accumulate import WindowSchedule
-from jaxtrain.step.loss_program import Gather, LossProgram, RowDivision
+from jaxtrain.step.loss_program import Copies, Gather, LossProgram, RowDivision
 from jaxtrain.step.objective import Compute
 from jaxtrain.step.per_layer_scale import block_values
 from jaxtrain.step.probes import Probes
@@ -32,6 +33,7 @@ class StepParts(NamedTuple):
       reshard_after: Along fsdp, whether devices keep gathered parameters until a layer's "forward" pass has ended, or
         until the "window" has.
       pipeline_chunks: Chunks of layers of each device along pipeline.
+      window: Another way to compute the gradient of a window, of `jaxtrain.step.window`; None for that of `step.py`.
     """
 
     loss: LossProgram
@@ -46,11 +48,13 @@ class StepParts(NamedTuple):
     gradient_sums: str = "whole"
     reshard_after: str = "forward"
     pipeline_chunks: int = 1
+    window: Callable[..., Any] | None = None
 
     def constrained(
         self,
         constrain: Callable[[Compute], Compute],
         platform: str,
+        window: Callable[..., Any],
         groups: Groups | None = None,
         lookups: Groups | None = None,
         gather: Gather | None = None,
@@ -60,15 +64,14 @@ class StepParts(NamedTuple):
     ) -> "StepParts":
         """Return the parts of the same step on a mesh of a platform, whose sharding constraints `constrain` adds.
 
-        The gradients of `groups` of rows are added once a window, those of tables by `lookups` in a window of one
-        micro-batch, and `gather` gathers parameters once a window. `whole` returns the sharding of a gathered array.
-        The micro-batches of a window pass through `stages`, which divide the rows of what follows the layers as
-        `of_head`.
+        `window` computes the gradient of a window. The gradients of `groups` of rows are added once a window, those of
+        tables by `lookups` in a window of one micro-batch, and `gather` gathers parameters once a window. `whole`
+        returns the sharding of a gathered array. The micro-batches of a window pass through `stages`, which divide the
+        rows of what follows the layers as `of_head`.
         """
         program: dict[str, Any] = {"constrain": constrain, "platform": platform, "groups": groups, "gather": gather}
-        return self._with_loss(
-            self.loss._replace(**program, whole=whole, lookups=lookups, stages=stages, of_head=of_head)
-        )
+        loss = self.loss._replace(**program, whole=whole, lookups=lookups, stages=stages, of_head=of_head)
+        return self._with_loss(loss)._replace(window=window)
 
     def for_platform(self, platform: str) -> "StepParts":
         """Return the parts of the same step compiled for a platform."""
@@ -78,6 +81,11 @@ class StepParts(NamedTuple):
         """Return the scales that the passes of a state read; no leaves if they observe nothing."""
         products = None if state.scales is None else state.scales.scale
         return Probes(products=products, blocks=block_values(self.scaler, state.loss_scale))
+
+    def compute(self, copies: Copies, scales: Probes, probes: Probes) -> Compute:
+        """Return the loss function after its passes, as `LossProgram.compute`."""
+        has_none = all(x is None for x in copies) and not jax.tree.leaves(probes)
+        return self.compute_loss if has_none else self.loss.compute(copies, scales, probes)
 
     def _with_loss(self, loss: LossProgram) -> "StepParts":
         return self._replace(loss=loss, compute_loss=loss.compute())

@@ -10,7 +10,8 @@ import jaxtrain as jt
 from jaxtrain.cost import find_target
 from jaxtrain.cost.gpu import compile_for_gpu, gpu_devices
 from jaxtrain.optim import adamw
-from jaxtrain.step.step import Gradient, update
+from jaxtrain.step.gradient import Gradient
+from jaxtrain.step.step import update
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="compiling for GPUs requires the extra gpu-programs")
 PARAMS = {

@@ -1,9 +1,9 @@
 """The gradient of a window whose micro-batches pass through a pipeline of stages.
 
 A stage is a part of the layers that the loss_fn scans over; what precedes the scan belongs to the first stage, and what
-follows it to all of them (`jaxtrain.step.pipeline_head`). All stages run the same program, and select what they need of
-it. Each adds up its gradients, weighted as those of a window without a pipeline; those of parameters outside of the
-layers are added over stages after the last micro-batch.
+follows it to all of them (`pipeline_head.py`). All stages run the same program, and select what they need of it. Each
+adds up its gradients, weighted as those of a window without a pipeline; those of parameters outside of the layers are
+added over stages after the last micro-batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from jaxtrain.step.accumulate import gradient_factor, nonzero_weight, sum_dtype
 from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.nonfinite import Nonfinite, first_nonfinite
 from jaxtrain.step.objective import Loss
-from jaxtrain.step.pipeline_head import DividedHead, Head, in_places, join, split
+from jaxtrain.step.window.pipeline_head import DividedHead, Head, in_places, join, split
 
 Results = tuple[Loss, dict[str, Loss]]
 Compute = Callable[..., Results]

@@ -12,20 +12,14 @@ from jaxtrain.errors import UserError
 from jaxtrain.program.internals import readable_equations
 from jaxtrain.step.accumulate import Window, add_micro_batch, mean_gradient, micro_batch_count
 from jaxtrain.step.arithmetic import widen
+from jaxtrain.step.fitting_state import require_fitting
+from jaxtrain.step.gradient import Gradient
+from jaxtrain.step.initial import empty_window
 from jaxtrain.step.learning_rate import used_learning_rate
+from jaxtrain.step.metrics import Metrics, update_metrics, weighted_means
+from jaxtrain.step.parts import StepParts
 from jaxtrain.step.state import TrainState, applied_updates, require_state
-from jaxtrain.step.step import (
-    Gradient,
-    Metrics,
-    StepParts,
-    empty_window,
-    micro_gradient,
-    require_fitting,
-    update,
-    update_metrics,
-    weighted_means,
-    window_step,
-)
+from jaxtrain.step.step import micro_gradient, update, window_step
 
 Close = Callable[[TrainState], tuple[TrainState, Metrics]]
 

@@ -1,0 +1,88 @@
+"""The gradient of a window on a mesh: the sums of each group of rows, added once."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxtrain.passes import Groups
+from jaxtrain.paths import partition
+from jaxtrain.step.accumulate import Window, add_micro_batch, gradient_factor, mean_gradient, open_window
+from jaxtrain.step.complex_parameters import refuse_complex
+from jaxtrain.step.gradient import Gradient, Variables
+from jaxtrain.step.initial import empty_window
+from jaxtrain.step.loss_program import Copies
+from jaxtrain.step.parts import StepParts
+from jaxtrain.step.probes import observed_together, zero_probes
+from jaxtrain.step.state import TrainState, micro_batch_key
+from jaxtrain.step.step import copies_for_window, micro_gradient
+from jaxtrain.step.window.loop import LONGEST, scan_window
+from jaxtrain.step.window.partial_sums import add_last, with_sums, with_totals, zero_sums, zero_totals
+
+
+def mesh_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: int) -> Gradient:
+    """Accumulate the gradients of a window's micro-batches, in order, and add those of the groups once."""
+    copies = copies_for_window(parts, state, micro_batches, k)
+    if k == 1:
+        return micro_gradient(parts, state, micro_batches, k, copies=copies)
+    groups = parts.loss.groups
+    variables = None if groups is None else _sums(parts, state, groups)
+
+    def add(carry: tuple[Window, Any], i_and_micro_batch: tuple[jax.Array, Any]) -> tuple[tuple[Window, Any], Any]:
+        (window, model_state), (i, micro_batch) = carry, i_and_micro_batch
+        at_i = state._replace(micro_step=state.micro_step + i, model_state=model_state)
+        gradient = micro_gradient(parts, at_i, micro_batch, k, variables=variables, in_loop=True, copies=copies)
+        window = add_micro_batch(window, gradient.grads, gradient.loss, k, gradient.observed)
+        return (window, gradient.model_state), gradient.metrics
+
+    numbered = (jnp.arange(k, dtype=np.int32), micro_batches)
+    scales = parts.scales(state)
+    window = empty_window(parts, state) if variables is None else open_window(variables.values, zero_probes(scales))
+    start = window, state.model_state
+    pipelines_layers = parts.loss.platform == "gpu" and k <= LONGEST
+    # In a block with a scale of its own, the backward pass cannot add the sums of earlier micro-batches.
+    if pipelines_layers and groups is not None and groups.scatters and scales.blocks is None:
+        (window, model_state), metrics = scan_window(add, start, numbered, k - 1, pipelines_layers=True)
+        at_last = state._replace(micro_step=state.micro_step + (k - 1), model_state=model_state)
+        last = _last_gradient(
+            parts, at_last, jax.tree.map(lambda x: x[k - 1], micro_batches), k, copies, window, groups
+        )
+        grads, loss, nonfinite = add_last(window, last.grads, last.loss)
+        metrics = jax.tree.map(lambda x, y: x.sum(0) + y, metrics, last.metrics)
+        observed = observed_together(window.observed, last.observed)
+        return Gradient(grads, loss, metrics, last.model_state, nonfinite, observed)
+    (window, model_state), metrics = scan_window(add, start, numbered, k, pipelines_layers=pipelines_layers)
+    metrics = jax.tree.map(lambda x: x.sum(0), metrics)
+    grads = mean_gradient(window)
+    grads = grads if groups is None else groups.add(grads)
+    return Gradient(grads, window.loss, metrics, model_state, window.nonfinite, window.observed)
+
+
+def _sums(parts: StepParts, state: TrainState, groups: Groups) -> Variables:
+    """Return zeros whose gradients are the sums of each group."""
+    trained, _ = partition(state.params, parts.frozen)
+    refuse_complex(trained, "accumulation on a mesh", "use accumulate=1, or store torch.view_as_real of it")
+    return Variables(zero_sums(trained, groups), partial(with_sums, state.params))
+
+
+def _last_gradient(
+    parts: StepParts, state: TrainState, micro_batch: Any, k: int, copies: Copies, window: Window, groups: Groups
+) -> Gradient:
+    """Differentiate the loss of a window's last micro-batch, with which the gradients are added over groups.
+
+    Returns:
+      The gradient by `zero_totals`.
+    """
+    # Otherwise the compiler may run the forward pass before the loop, during which its activations stay in memory.
+    micro_batch, _ = lax.optimization_barrier((micro_batch, window.loss))
+    scales = parts.scales(state)
+    rng = micro_batch_key(state.rng, state.micro_step)
+    # A second forward pass, for the weight only: dead code elimination removes the rest.
+    compute = parts.compute(copies, scales, zero_probes(scales))
+    weight = compute(state.params, micro_batch, rng, state.model_state)[0].weight
+    join = partial(with_totals, state.params, window=window, factor=gradient_factor(weight, k), groups=groups)
+    variables = Variables(zero_totals(window, groups), join)
+    return micro_gradient(parts, state, micro_batch, k, variables=variables, copies=copies)
