@@ -1,5 +1,6 @@
 """A training run through `jaxtrain.train_step`, recorded under PyTorch's names."""
 
+import dataclasses
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -111,7 +112,8 @@ class Program:
     def _exact_step(self, state: Any, batch: Any, errors: jax.Array, clip_norm: Any) -> Any:
         """The step in float64, as a function of what differs between runs."""
         parts = self._build(in_float64(self.case.loss_fn, errors)).parts
-        return TrainStep(parts._replace(clip_norm=clip_norm), None).pure(state, batch)
+        options = dataclasses.replace(parts.options, clip_norm=clip_norm)
+        return TrainStep(parts._replace(options=options)).pure(state, batch)
 
     def _run(self, case: Case, weights: Tensors, steps: int, seed: int) -> Record:
         report(f"{self.precision}: JAX compiles")

@@ -28,11 +28,11 @@ def require_pipelined(parts: StepParts, rules: Rules | None, size: int) -> None:
             f"mesh axis pipeline={size} divides no layers without sharding rules: give rules such as "
             "{'layers/.*': P('pipeline')} for parameters [layers, …]"
         )
-    if callable(parts.accumulate):
+    if callable(parts.options.accumulate):
         raise UserError("accumulate is a schedule, whose micro-batches cannot fill a pipeline: use a number")
     if parts.loss.hooks:
         raise UserError(f"hooks {list(parts.loss.hooks)} are not applied in a pipeline: use other axes, or no hooks")
-    if parts.reshard_after != "forward":
+    if parts.options.reshard_after != "forward":
         raise UserError("a pipeline gathers parameters of fsdp in every tick: use reshard_after='forward'")
     if (fp8 := parts.loss.policy.fp8) is not None and fp8.is_delayed:
         raise UserError("delayed scaling of fp8 is not supported in a pipeline: use precision='fp8', or other axes")

@@ -80,28 +80,26 @@ class ShardedStep(TrainStep):
 
     def __init__(self, step: TrainStep, mesh: Mesh, rules: Rules | None) -> None:
         self._mesh, self._rules = mesh, rules
-        constrain = partial(constrain_shardings, mesh=mesh, rules=rules, accumulate=step.parts.accumulate)
-        head_groups = groups_of_head(mesh, rules, step.parts.gradient_sums)
-        stages = pipeline_stages(mesh, step.parts.pipeline_chunks)
+        constrain = partial(constrain_shardings, mesh=mesh, rules=rules, accumulate=step.parts.options.accumulate)
+        head_groups = groups_of_head(mesh, rules, step.parts.options.gradient_sums)
+        stages = pipeline_stages(mesh, step.parts.options.pipeline_chunks)
         super().__init__(
             step.parts.constrained(
                 constrain,
                 mesh.devices.flat[0].platform,
                 mesh_gradient if stages is None else pipelined_gradient,
-                row_groups(mesh, rules, step.parts.gradient_sums),
-                lookup_groups(mesh, rules, step.parts.accumulate),
-                None if step.parts.reshard_after == "forward" else partial(gather, mesh=mesh, rules=rules),
+                row_groups(mesh, rules, step.parts.options.gradient_sums),
+                lookup_groups(mesh, rules, step.parts.options.accumulate),
+                None if step.parts.options.reshard_after == "forward" else partial(gather, mesh=mesh, rules=rules),
                 partial(replicate_over, replicated=(FSDP,)) if mesh.shape.get(PIPELINE, 1) == 1 else None,
                 stages,
                 None if head_groups is None else RowDivision(partial(constrain, row_axes=ROWS_OF_HEAD), head_groups),
             ),
-            step.allow_recompile,
-            step.deterministic,
         )
         self.jitted = self._jit(partial(window_step, self.parts), "state", "batch", accumulate=self._accumulate)
 
     def _jit(self, step: Step, *names: str, accumulate: int = 1) -> Any:
-        limited = limit_recompilation(step, names, self.allow_recompile)
+        limited = limit_recompilation(step, names, self.parts.options.allow_recompile)
         shardings = partial(state_shardings, mesh=self._mesh, rules=self._rules)
         return _Jitted(limited, shardings, self._mesh, self._options(accumulate))
 
@@ -112,11 +110,11 @@ class ShardedStep(TrainStep):
 
     @property
     def _accumulate(self) -> int:
-        return 1 if callable(self.parts.accumulate) else self.parts.accumulate
+        return 1 if callable(self.parts.options.accumulate) else self.parts.options.accumulate
 
     def _options(self, accumulate: int) -> CompilerOptions | None:
         return compiler_options(
-            deterministic=self.deterministic,
+            deterministic=self.parts.options.deterministic,
             platform=self._mesh.devices.flat[0].platform,
             devices=self._mesh.size,
             # The loop over the micro-batches of a pipeline is a scan.

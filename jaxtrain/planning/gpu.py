@@ -50,7 +50,7 @@ def gpu_program(
     def lower() -> Any:
         state = on_gpus.shapes(params, model_state=model_state)
         if grid is not None:
-            return on_gpus.jitted.lower(state, window_shapes(batch, grid, step.parts.accumulate))
+            return on_gpus.jitted.lower(state, window_shapes(batch, grid, step.parts.options.accumulate))
         placed = SingleDeviceSharding(devices[0])
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), (state, batch))
         return on_gpus.jitted.lower(*arguments)

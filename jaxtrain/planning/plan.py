@@ -166,11 +166,11 @@ def _state(recipe: Recipe, task: Task, devices: Sequence[Any] | None) -> tuple[l
     step, mesh = training_step(recipe, task), planned_mesh(recipe, devices)
     placed = step if mesh is None else shard(step, mesh, task.sharding)
     state = abstract_state(placed, task)
-    sums, gathered = gradient_sums(partition(state.params, step.parts.frozen)[0]), 0
+    sums, gathered = gradient_sums(partition(state.params, step.parts.options.frozen)[0]), 0
     if mesh is not None and mesh.shape[FSDP] > 1:
         window = window_shapes(abstract_batch(recipe, task), mesh, recipe.accumulate)
         gathered = gathered_bytes(placed, state, window, recipe.accumulate)
-    return state_parts(state, step.parts.frozen), sums, gathered
+    return state_parts(state, step.parts.options.frozen), sums, gathered
 
 
 def _fp8(recipe: Recipe, task: Task) -> str:

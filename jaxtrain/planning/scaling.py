@@ -247,7 +247,7 @@ class Scaling:
         task, mesh = recipe.task(), make_mesh(recipe.mesh, self._devices[: math.prod(shape.values())])
         step, state, window, lowered = trace_step(recipe, task, mesh)
         program = lowered.compile(_WITHOUT_CODE)
-        sums = gradient_sums(partition(state.params, step.parts.frozen)[0])
+        sums = gradient_sums(partition(state.params, step.parts.options.frozen)[0])
         memory = _memory(state, sums.kept(recipe), window, program)
         gathered = gathered_bytes(step, state, window, recipe.accumulate)
         return memory, communication(program.as_text(), mesh.shape), sums, gathered

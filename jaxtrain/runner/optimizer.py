@@ -24,6 +24,7 @@ from jaxtrain.step import (
     TrainState,
     TrainStep,
     check_optimizer,
+    option_names,
     train_step,
 )
 
@@ -41,19 +42,13 @@ def training_step(recipe: Recipe, task: Task) -> TrainStep:
     step = train_step(
         task.loss_fn,
         recipe_optimizer(recipe, task.no_decay or no_decay),
-        precision=run_policy(recipe),
-        accumulate=recipe.accumulate,
-        clip_norm=recipe.clip_norm,
-        frozen=frozen(recipe, task),
-        ema=recipe.ema,
-        remat=recipe.remat,
-        unroll=recipe.unroll,
-        loss_scale=step_loss_scale(recipe, task),
-        allow_recompile=recipe.allow_recompile,
-        deterministic=recipe.deterministic,
-        gradient_sums=recipe.gradient_sums,
-        reshard_after=recipe.reshard_after,
-        pipeline_chunks=recipe.pipeline_chunks,
+        **{
+            **{name: getattr(recipe, name) for name in option_names() if hasattr(recipe, name)},
+            # Settings of a run name these.
+            "precision": run_policy(recipe),
+            "frozen": frozen(recipe, task),
+            "loss_scale": step_loss_scale(recipe, task),
+        },
     )
     step.warns = False  # the run looks at every loss
     return step

@@ -12,6 +12,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.fields import brief
 from jaxtrain.run import Recipe, Task
 from jaxtrain.run_folder import RunFolder, plain_settings
+from jaxtrain.step import option_names
 
 _FILES = 1000  # of a folder of data, whose times are compared
 
@@ -28,8 +29,8 @@ CHANGEABLE = frozenset(
             "patience",
             "workers",
         ),
-        *("histograms", "max_skips", "spike_factor", "on_spike", "stall_seconds", "allow_recompile"),
-        *("mesh", "accumulate", "gradient_sums", "reshard_after", "pipeline_chunks", "workers"),
+        *("histograms", "max_skips", "spike_factor", "on_spike", "stall_seconds", "mesh"),
+        *option_names(changeable=True),
     }
 )
 """Settings that a resumed run may change; any other change would make it a different run."""

@@ -43,6 +43,8 @@ from jaxtrain.step.objective import STEP_METRICS as STEP_METRICS
 from jaxtrain.step.objective import Loss
 from jaxtrain.step.objective import LossFn as LossFn
 from jaxtrain.step.objective import validated as validated
+from jaxtrain.step.options import StepOptions as StepOptions
+from jaxtrain.step.options import option_names as option_names
 from jaxtrain.step.parts import StepParts as StepParts
 from jaxtrain.step.per_layer_scale import per_layer_loss_scale
 from jaxtrain.step.per_layer_scale import scales_blocks as scales_blocks

@@ -23,7 +23,7 @@ from jaxtrain.step.loss_scale import dynamic_loss_scale, no_loss_scale
 from jaxtrain.step.metrics import Metrics
 from jaxtrain.step.mistakes import check_loss_fn, check_optimizer, location_of
 from jaxtrain.step.objective import LossFn
-from jaxtrain.step.options import check_options
+from jaxtrain.step.options import StepOptions
 from jaxtrain.step.parts import StepParts
 from jaxtrain.step.rebuilding import Uses, warn_of_rebuilding
 from jaxtrain.step.retrace import limit_recompilation
@@ -42,8 +42,8 @@ class TrainStep:
       warns: Whether the first call warns of a loss that its batch makes NaN or inf, for which it waits.
     """
 
-    def __init__(self, parts: StepParts, allow_recompile: int | None, deterministic: bool = False) -> None:
-        self.parts, self.allow_recompile, self.deterministic = parts, allow_recompile, deterministic
+    def __init__(self, parts: StepParts) -> None:
+        self.parts = parts
         self.warns = True
         self._uses = Uses(location_of(parts.loss.loss_fn))
         self.pure: Step = partial(batch_step, parts)
@@ -52,7 +52,7 @@ class TrainStep:
         self._flush = self._jit(partial(flush, parts), "state")
 
     def _jit(self, step: Step, *names: str) -> Any:
-        limited = limit_recompilation(step, names, self.allow_recompile)
+        limited = limit_recompilation(step, names, self.parts.options.allow_recompile)
         return jax.jit(limited, donate_argnums=0, compiler_options=self.compiler_options)
 
     @property
@@ -60,11 +60,11 @@ class TrainStep:
         """XLA's options that `jitted` is compiled with; None for its defaults."""
         loss = self.parts.loss
         fp8 = loss.policy.fp8 is not None
-        return compiler_options(deterministic=self.deterministic, platform=loss.platform, fp8=fp8)
+        return compiler_options(deterministic=self.parts.options.deterministic, platform=loss.platform, fp8=fp8)
 
     def for_platform(self, platform: str) -> "TrainStep":
         """Return the same step compiled for a platform, such as "gpu", that is not the default backend's."""
-        return TrainStep(self.parts.for_platform(platform), self.allow_recompile, self.deterministic)
+        return TrainStep(self.parts.for_platform(platform))
 
     @user_facing
     def init(
@@ -268,37 +268,28 @@ def train_step(
     """
     check_loss_fn(loss_fn)
     check_optimizer(optimizer)
-    check_options(
+    options = StepOptions(
+        precision=precision,
         accumulate=accumulate,
         clip_norm=clip_norm,
         clip_value=clip_value,
         frozen=frozen,
         ema=ema,
         remat=remat,
+        unroll=unroll,
         loss_scale=loss_scale,
         hooks=hooks,
         allow_recompile=allow_recompile,
+        deterministic=deterministic,
         gradient_sums=gradient_sums,
         reshard_after=reshard_after,
         pipeline_chunks=pipeline_chunks,
     )
+    options.check()
     numerics = policy(precision)
     loss = LossProgram(loss_fn, numerics, hooks=hooks or {}, frozen=frozen, unroll=unroll, remat=remat)
-    parts = StepParts(
-        loss=loss,
-        compute_loss=loss.compute(),
-        optimizer=optimizer_in_float32(optimizer),
-        scaler=loss_scale or (dynamic_loss_scale() if numerics.loss_scaling else no_loss_scale()),
-        accumulate=accumulate,
-        clip_norm=clip_norm,
-        clip_value=clip_value,
-        frozen=frozen,
-        ema=ema,
-        gradient_sums=gradient_sums,
-        reshard_after=reshard_after,
-        pipeline_chunks=pipeline_chunks,
-    )
-    return TrainStep(parts, allow_recompile, deterministic)
+    scaler = loss_scale or (dynamic_loss_scale() if numerics.loss_scaling else no_loss_scale())
+    return TrainStep(StepParts(loss, loss.compute(), optimizer_in_float32(optimizer), scaler, options))
 
 
 def _with_arrays(tree: Any) -> Any:

@@ -31,7 +31,7 @@ def explained(parts: StepParts) -> tuple[Phase, ...]:
     loss = parts.loss
     copies = NO_COPIES if loss.gather is None else Copies(gathered=())
     scales = Probes(blocks=()) if scales_blocks(parts.scaler) else NO_PROBES
-    in_loop = callable(parts.accumulate) or parts.accumulate > 1
+    in_loop = callable(parts.options.accumulate) or parts.options.accumulate > 1
     platform = GPU if is_gpu(loss.platform) else CPU
     updates = () if loss.is_on_mesh else ("as_vectors",)
     phases = (

@@ -19,7 +19,7 @@ from jaxtrain.step.state import TrainState, require_state
 def require_fitting(parts: StepParts, state: Any, batch: Any = None) -> None:
     """Raise `UserError` for a state of a step with other options, which this one would misread."""
     require_state(state, batch)
-    trained, _ = partition(state.params, parts.frozen)
+    trained, _ = partition(state.params, parts.options.frozen)
     _require_dtype(parts, trained)
     if error := optimizer_state_error(parts, state):
         raise UserError(error)
@@ -31,13 +31,13 @@ def require_fitting(parts: StepParts, state: Any, batch: Any = None) -> None:
             "or give both steps the same precision and loss_scale"
         )
     _require_scales(parts, state)
-    if (state.ema is None) != (parts.ema is None):
+    if (state.ema is None) != (parts.options.ema is None):
         has = "no moving average" if state.ema is None else "a moving average"
         raise UserError(
-            f"the state has {has} of the parameters, but this step has ema={parts.ema}: create it with this step's "
-            f"init(params), or use state._replace(ema={'state.params' if state.ema is None else None})"
+            f"the state has {has} of the parameters, but this step has ema={parts.options.ema}: create it with this "
+            f"step's init(params), or use state._replace(ema={'state.params' if state.ema is None else None})"
         )
-    if state.ema is not None and (found := _shape_difference(partition(state.ema, parts.frozen)[0], trained)):
+    if state.ema is not None and (found := _shape_difference(partition(state.ema, parts.options.frozen)[0], trained)):
         raise UserError(
             f"the state does not fit this step: its ema {found}; create it with this step's init(params), or use "
             "state._replace(ema=state.params)"
@@ -60,7 +60,9 @@ def require_fitting(parts: StepParts, state: Any, batch: Any = None) -> None:
 def optimizer_state_error(parts: StepParts, state: TrainState) -> str | None:
     """Return how the optimizer's state differs from that of the step's optimizer with these parameters, or None."""
     try:
-        expected = jax.eval_shape(lambda params: parts.optimizer.init(partition(params, parts.frozen)[0]), state.params)
+        expected = jax.eval_shape(
+            lambda params: parts.optimizer.init(partition(params, parts.options.frozen)[0]), state.params
+        )
     except Exception:
         return None  # The optimizer fails with these parameters; its own error says why.
     if found := difference(state.opt_state, expected):

@@ -25,11 +25,11 @@ def init_state(
     """Return the state before the first update; with `donate` of the same arrays."""
     if not jnp.issubdtype(jnp.result_type(seed), np.integer):
         raise UserError(f"seed must be an integer, got {describe(seed)}: use 0, for example")
-    require_trainable(params, parts.frozen)
+    require_trainable(params, parts.options.frozen)
     require_32_bits(params, "params")
     require_32_bits(model_state, "model_state")
-    trained, frozen = partition(params, parts.frozen)
-    if parts.clip_value is not None:
+    trained, frozen = partition(params, parts.options.frozen)
+    if parts.options.clip_value is not None:
         refuse_complex(trained, "clip_value, as PyTorch's clip_grad_value_,", "use clip_norm")
     policy, copy = parts.loss.policy, not donate
     trained, frozen = policy.cast_params(trained, copy=copy), policy.cast_frozen(frozen, copy=copy)
@@ -45,7 +45,7 @@ def init_state(
         loss_scale=parts.scaler.init(trained),
         rng=jax.random.key(seed),
         window=None,
-        ema=None if parts.ema is None else init_ema(trained),
+        ema=None if parts.options.ema is None else init_ema(trained),
         scales=policy.init_scales(params),
         compensation=init_compensation(policy.param_rounding, trained),
     )
@@ -54,5 +54,5 @@ def init_state(
 
 def empty_window(parts: StepParts, state: TrainState) -> Window:
     """Return a window without micro-batches."""
-    trained, _ = partition(state.params, parts.frozen)
+    trained, _ = partition(state.params, parts.options.frozen)
     return open_window(as_real(trained), zero_probes(parts.scales(state)))

@@ -7,10 +7,9 @@ import jax
 import optax
 
 from jaxtrain.passes import Groups, Stages, Whole
-from jaxtrain.paths import Frozen
-from jaxtrain.step.accumulate import WindowSchedule
 from jaxtrain.step.loss_program import Copies, Gather, LossProgram, RowDivision
 from jaxtrain.step.objective import Compute
+from jaxtrain.step.options import StepOptions
 from jaxtrain.step.per_layer_scale import block_values
 from jaxtrain.step.probes import Probes
 from jaxtrain.step.state import TrainState
@@ -24,15 +23,7 @@ class StepParts(NamedTuple):
       compute_loss: `loss.compute()`: `compute_loss(params, batch, rng, model_state) -> (Loss, metrics, model_state)`.
       optimizer: The optimizer, in float32 arithmetic.
       scaler: The loss scaler.
-      accumulate: Micro-batches per window, or a schedule of them by applied update.
-      clip_norm: Upper bound of the gradient's global norm, or None.
-      clip_value: Upper bound of the gradient's elements, or None.
-      frozen: Predicate on the paths of parameters that are not trained.
-      ema: Decay of the parameters' moving average, or None.
-      gradient_sums: Along fsdp, whether devices keep "whole" sums of a window's gradients, or "sharded" ones.
-      reshard_after: Along fsdp, whether devices keep gathered parameters until a layer's "forward" pass has ended, or
-        until the "window" has.
-      pipeline_chunks: Chunks of layers of each device along pipeline.
+      options: The options of `train_step`.
       window: Another way to compute the gradient of a window, of `jaxtrain.step.window`; None for that of `step.py`.
     """
 
@@ -40,14 +31,7 @@ class StepParts(NamedTuple):
     compute_loss: Compute
     optimizer: optax.GradientTransformationExtraArgs
     scaler: optax.GradientTransformation
-    accumulate: int | WindowSchedule
-    clip_norm: float | None
-    clip_value: float | None
-    frozen: Frozen
-    ema: float | None
-    gradient_sums: str = "whole"
-    reshard_after: str = "forward"
-    pipeline_chunks: int = 1
+    options: StepOptions
     window: Callable[..., Any] | None = None
 
     def constrained(

@@ -118,8 +118,12 @@ def _formats(policy: Policy) -> Formats:
 def _count(parts: StepParts, formats: Formats, state: TrainState, batch: Any) -> tuple[Counters, jax.Array]:
     """Return the histograms of the first micro-batch, and the loss scale."""
     require_fitting(parts, state, batch)
-    k = parts.accumulate(applied_updates(state)) if callable(parts.accumulate) else parts.accumulate
-    if not callable(parts.accumulate) and k > 1:
+    k = (
+        parts.options.accumulate(applied_updates(state))
+        if callable(parts.options.accumulate)
+        else parts.options.accumulate
+    )
+    if not callable(parts.options.accumulate) and k > 1:
         # On a mesh the batch is placed as a window.
         window = batch if parts.loss.is_on_mesh else split_batch(batch, k)
         batch = jax.tree.map(lambda x: x[0], window)
@@ -128,7 +132,7 @@ def _count(parts: StepParts, formats: Formats, state: TrainState, batch: Any) ->
     rest = batch, micro_batch_key(state.rng, state.micro_step), state.model_state
     blocks = count_blocks(loss.with_numerics(), state.params, *rest)
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
-    is_trained = [jnp.issubdtype(x.dtype, np.floating) and not parts.frozen(path_name(p)) for p, x in leaves]
+    is_trained = [jnp.issubdtype(x.dtype, np.floating) and not parts.options.frozen(path_name(p)) for p, x in leaves]
     scale = jnp.asarray(current_scale(state.loss_scale), np.float32)
 
     scales = parts.scales(state)

@@ -57,20 +57,22 @@ Step = Callable[..., tuple[TrainState, Metrics]]
 def batch_step(parts: StepParts, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     """Apply one update computed from an effective batch [k·B, …]."""
     require_rows(batch)
-    return window_step(parts, state, batch if callable(parts.accumulate) else split_batch(batch, parts.accumulate))
+    return window_step(
+        parts, state, batch if callable(parts.options.accumulate) else split_batch(batch, parts.options.accumulate)
+    )
 
 
 def window_step(parts: StepParts, state: TrainState, micro_batches: Any) -> tuple[TrainState, Metrics]:
     """Apply one update computed from the micro-batches of a window [k, B, …]; [B, …] where k is 1."""
     require_fitting(parts, state, micro_batches)
-    if callable(parts.accumulate):
+    if callable(parts.options.accumulate):
         raise UserError("accumulate is a schedule: pass its micro-batches one by one to step.micro")
     if state.window is not None:
         raise UserError("the state streams micro-batches: pass them to step.micro, or use init without streaming")
     of_window = parts.window or window_gradient
-    gradient = of_window(parts, state, micro_batches, parts.accumulate)
+    gradient = of_window(parts, state, micro_batches, parts.options.accumulate)
     state, metrics = update(parts, state, gradient)
-    state = state._replace(micro_step=state.micro_step + parts.accumulate)
+    state = state._replace(micro_step=state.micro_step + parts.options.accumulate)
     return state, {**metrics, **weighted_means(gradient.loss, gradient.metrics)}
 
 
@@ -113,7 +115,7 @@ def micro_gradient(
 
 def trained_variables(parts: StepParts, state: TrainState) -> Variables:
     """Return the trained parameters, complex ones as pairs of real numbers."""
-    trained, frozen = partition(state.params, parts.frozen)
+    trained, frozen = partition(state.params, parts.options.frozen)
     return Variables(as_real(trained), lambda values: merge(as_complex(values, trained), frozen))
 
 
@@ -161,10 +163,10 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
     if nonfinite is None:
         nonfinite = locate_nonfinite(gradient.grads, 0, norm_of=grads)
 
-    grads, grad_norm = clip_grad_norm(grads, parts.clip_norm)
-    grads = clip_grad_value(grads, parts.clip_value)
+    grads, grad_norm = clip_grad_norm(grads, parts.options.clip_norm)
+    grads = clip_grad_value(grads, parts.options.clip_value)
 
-    trained, frozen = partition(state.params, parts.frozen)
+    trained, frozen = partition(state.params, parts.options.frozen)
     grads = as_complex(grads, trained)
     mean_loss = gradient.loss.total / nonzero_weight(gradient.loss.weight)
     updates, opt_state = parts.optimizer.update(grads, state.opt_state, trained, value=mean_loss)
@@ -173,9 +175,9 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
     rounding = parts.loss.policy.param_rounding
     new_trained, compensation = apply_updates(rounding, trained, updates, state.compensation, key)
     old_ema = ema = state.ema
-    if parts.ema is not None:
-        old_ema = widen(partition(state.ema, parts.frozen)[0])  # in case it was set to all parameters
-        ema = update_ema(old_ema, new_trained, parts.ema, is_first=applied_updates(state) == 0)
+    if parts.options.ema is not None:
+        old_ema = widen(partition(state.ema, parts.options.frozen)[0])  # in case it was set to all parameters
+        ema = update_ema(old_ema, new_trained, parts.options.ema, is_first=applied_updates(state) == 0)
 
     before = trained, state.opt_state, old_ema, state.compensation
     new_trained, opt_state, ema, compensation = _restore_if(skip, before, (new_trained, opt_state, ema, compensation))

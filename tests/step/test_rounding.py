@@ -247,7 +247,9 @@ def test_a_mesh_rounds_to_the_bits_of_one_device(how):
 
 def test_the_compensation_is_counted_and_must_fit_the_step():
     step = step_of("kahan")
-    parts = {(part.name, part.dtype): part.bytes for part in state_parts(step.shapes(initial()), step.parts.frozen)}
+    parts = {
+        (part.name, part.dtype): part.bytes for part in state_parts(step.shapes(initial()), step.parts.options.frozen)
+    }
     assert parts["compensation of the parameters", "bfloat16"] == parts["trained parameters", "bfloat16"] == 2 * 34
     with pytest.raises(jt.UserError, match=r"has no compensation .* param_rounding 'kahan'"):
         step(step_of("nearest").init(initial()), WINDOWS[0])

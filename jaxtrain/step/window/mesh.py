@@ -29,19 +29,22 @@ def mesh_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: in
     if k == 1:
         return micro_gradient(parts, state, micro_batches, k, copies=copies)
     groups = parts.loss.groups
-    variables = None if groups is None else _sums(parts, state, groups)
 
     def add(carry: tuple[Window, Any], i_and_micro_batch: tuple[jax.Array, Any]) -> tuple[tuple[Window, Any], Any]:
         (window, model_state), (i, micro_batch) = carry, i_and_micro_batch
         at_i = state._replace(micro_step=state.micro_step + i, model_state=model_state)
+        # Zeros made in the loop need no memory outside of it.
+        variables = None if groups is None else _sums(parts, at_i, groups)
         gradient = micro_gradient(parts, at_i, micro_batch, k, variables=variables, in_loop=True, copies=copies)
         window = add_micro_batch(window, gradient.grads, gradient.loss, k, gradient.observed)
         return (window, gradient.model_state), gradient.metrics
 
     numbered = (jnp.arange(k, dtype=np.int32), micro_batches)
     scales = parts.scales(state)
-    window = empty_window(parts, state) if variables is None else open_window(variables.values, zero_probes(scales))
-    start = window, state.model_state
+    if groups is None:
+        start = empty_window(parts, state), state.model_state
+    else:
+        start = open_window(_sums(parts, state, groups).values, zero_probes(scales)), state.model_state
     pipelines_layers = parts.loss.platform == "gpu" and k <= LONGEST
     # In a block with a scale of its own, the backward pass cannot add the sums of earlier micro-batches.
     if pipelines_layers and groups is not None and groups.scatters and scales.blocks is None:
@@ -63,7 +66,7 @@ def mesh_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: in
 
 def _sums(parts: StepParts, state: TrainState, groups: Groups) -> Variables:
     """Return zeros whose gradients are the sums of each group."""
-    trained, _ = partition(state.params, parts.frozen)
+    trained, _ = partition(state.params, parts.options.frozen)
     refuse_complex(trained, "accumulation on a mesh", "use accumulate=1, or store torch.view_as_real of it")
     return Variables(zero_sums(trained, groups), partial(with_sums, state.params))
 

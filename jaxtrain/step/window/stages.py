@@ -27,7 +27,7 @@ def pipelined_gradient(parts: StepParts, state: TrainState, micro_batches: Any, 
     assert stages is not None
     if state.model_state is not None:
         raise UserError("the mesh axis pipeline does not support model state, such as BatchNorm's: use data or fsdp")
-    trained, frozen = partition(state.params, parts.frozen)
+    trained, frozen = partition(state.params, parts.options.frozen)
     refuse_complex(trained, "the mesh axis pipeline", "use data or fsdp")
     groups, of_head = (parts.loss.groups, parts.loss.of_head) if k > 1 else (None, None)
 

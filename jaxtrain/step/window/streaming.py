@@ -29,10 +29,14 @@ def micro_step(parts: StepParts, state: TrainState, micro_batch: Any) -> tuple[T
     """Add a micro-batch [B, …] to the state's window, and apply the update if that completes it."""
     require_fitting(parts, state, micro_batch)
     window = _window(state)
-    if parts.accumulate == 1:
+    if parts.options.accumulate == 1:
         new, metrics = window_step(parts, state._replace(window=None), micro_batch)
         return new._replace(window=window), {**metrics, "updated": jnp.array(True)}
-    k = parts.accumulate(applied_updates(state)) if callable(parts.accumulate) else parts.accumulate
+    k = (
+        parts.options.accumulate(applied_updates(state))
+        if callable(parts.options.accumulate)
+        else parts.options.accumulate
+    )
     gradient = micro_gradient(parts, state, micro_batch, k)
     window = add_micro_batch(window, gradient.grads, gradient.loss, k, gradient.observed)
     state = state._replace(micro_step=state.micro_step + 1, model_state=gradient.model_state, window=window)
