@@ -41,7 +41,11 @@ def _outputs(number: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]
 def recorded_calls() -> Iterator[list["Call"]]:
     """Make each call of `Function.apply` one operation while entered, and list the calls."""
     calls: list[Call] = []
-    original = torch.autograd.Function.__dict__["apply"].__func__
+    # A class method of Python, and since PyTorch 2.14 of C.
+    own = torch.autograd.Function.__dict__["apply"]
+
+    def original(cls: Any, *args: Any) -> Any:
+        return own.__get__(None, cls)(*args)
 
     def apply(cls: Any, *args: Any) -> Any:
         stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
