@@ -76,13 +76,19 @@ def window_step(parts: StepParts, state: TrainState, micro_batches: Any) -> tupl
     return state, {**metrics, **weighted_means(gradient.loss, gradient.metrics)}
 
 
+def trained_variables(parts: StepParts, state: TrainState) -> Variables:
+    """Return the trained parameters, complex ones as pairs of real numbers."""
+    trained, frozen = partition(state.params, parts.options.frozen)
+    return Variables(as_real(trained), lambda values: merge(as_complex(values, trained), frozen))
+
+
 def micro_gradient(
     parts: StepParts,
     state: TrainState,
     micro_batch: Any,
     k: Any,
     *,
-    variables: Variables | None = None,
+    variables: Callable[[StepParts, TrainState], Variables] = trained_variables,
     in_loop: bool = False,
     copies: Copies = NO_COPIES,
 ) -> Gradient:
@@ -93,13 +99,13 @@ def micro_gradient(
       state: The state.
       micro_batch: The micro-batch.
       k: Micro-batches of the window.
-      variables: What the gradient is by; None for the trained parameters.
+      variables: Returns what the gradient is by.
       in_loop: Whether the window's loop calls it.
       copies: What `parts.loss.copies` returned for the parameters.
     """
-    values, join = trained_variables(parts, state) if variables is None else variables
-    scales, scale = parts.scales(state), current_scale(state.loss_scale)
-    rng = micro_batch_key(state.rng, state.micro_step)
+    scales, rng = parts.scales(state), micro_batch_key(state.rng, state.micro_step)
+    scale = current_scale(state.loss_scale)
+    values, join = variables(parts, state)
 
     def scaled_loss(values_and_probes: tuple[Any, Probes]) -> tuple[jax.Array, Any]:
         values, probes = values_and_probes
@@ -111,12 +117,6 @@ def micro_gradient(
     differentiate = applied(AFTER_GRAD, passes, jax.grad(scaled_loss, has_aux=True))
     (grads, observed), (loss, metrics, model_state) = differentiate((values, zero_probes(scales)))
     return Gradient(widen(grads), loss, metrics, model_state, observed=observed)
-
-
-def trained_variables(parts: StepParts, state: TrainState) -> Variables:
-    """Return the trained parameters, complex ones as pairs of real numbers."""
-    trained, frozen = partition(state.params, parts.options.frozen)
-    return Variables(as_real(trained), lambda values: merge(as_complex(values, trained), frozen))
 
 
 def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: int) -> Gradient:

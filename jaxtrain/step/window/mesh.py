@@ -13,12 +13,11 @@ from jaxtrain.paths import partition
 from jaxtrain.step.accumulate import Window, add_micro_batch, gradient_factor, mean_gradient, open_window
 from jaxtrain.step.complex_parameters import refuse_complex
 from jaxtrain.step.gradient import Gradient, Variables
-from jaxtrain.step.initial import empty_window
 from jaxtrain.step.loss_program import Copies
 from jaxtrain.step.parts import StepParts
 from jaxtrain.step.probes import observed_together, zero_probes
 from jaxtrain.step.state import TrainState, micro_batch_key
-from jaxtrain.step.step import copies_for_window, micro_gradient
+from jaxtrain.step.step import copies_for_window, micro_gradient, trained_variables
 from jaxtrain.step.window.loop import LONGEST, scan_window
 from jaxtrain.step.window.partial_sums import add_last, with_sums, with_totals, zero_sums, zero_totals
 
@@ -29,22 +28,18 @@ def mesh_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: in
     if k == 1:
         return micro_gradient(parts, state, micro_batches, k, copies=copies)
     groups = parts.loss.groups
+    variables = trained_variables if groups is None else partial(_sums, groups=groups)
 
     def add(carry: tuple[Window, Any], i_and_micro_batch: tuple[jax.Array, Any]) -> tuple[tuple[Window, Any], Any]:
         (window, model_state), (i, micro_batch) = carry, i_and_micro_batch
         at_i = state._replace(micro_step=state.micro_step + i, model_state=model_state)
-        # Zeros made in the loop need no memory outside of it.
-        variables = None if groups is None else _sums(parts, at_i, groups)
         gradient = micro_gradient(parts, at_i, micro_batch, k, variables=variables, in_loop=True, copies=copies)
         window = add_micro_batch(window, gradient.grads, gradient.loss, k, gradient.observed)
         return (window, gradient.model_state), gradient.metrics
 
     numbered = (jnp.arange(k, dtype=np.int32), micro_batches)
     scales = parts.scales(state)
-    if groups is None:
-        start = empty_window(parts, state), state.model_state
-    else:
-        start = open_window(_sums(parts, state, groups).values, zero_probes(scales)), state.model_state
+    start = open_window(variables(parts, state).values, zero_probes(scales)), state.model_state
     pipelines_layers = parts.loss.platform == "gpu" and k <= LONGEST
     # In a block with a scale of its own, the backward pass cannot add the sums of earlier micro-batches.
     if pipelines_layers and groups is not None and groups.scatters and scales.blocks is None:
@@ -81,11 +76,13 @@ def _last_gradient(
     """
     # Otherwise the compiler may run the forward pass before the loop, during which its activations stay in memory.
     micro_batch, _ = lax.optimization_barrier((micro_batch, window.loss))
-    scales = parts.scales(state)
-    rng = micro_batch_key(state.rng, state.micro_step)
-    # A second forward pass, for the weight only: dead code elimination removes the rest.
-    compute = parts.compute(copies, scales, zero_probes(scales))
-    weight = compute(state.params, micro_batch, rng, state.model_state)[0].weight
-    join = partial(with_totals, state.params, window=window, factor=gradient_factor(weight, k), groups=groups)
-    variables = Variables(zero_totals(window, groups), join)
-    return micro_gradient(parts, state, micro_batch, k, variables=variables, copies=copies)
+
+    def totals(parts: StepParts, state: TrainState) -> Variables:
+        scales, rng = parts.scales(state), micro_batch_key(state.rng, state.micro_step)
+        # A second forward pass, for the weight only: dead code elimination removes the rest.
+        compute = parts.compute(copies, scales, zero_probes(scales))
+        weight = compute(state.params, micro_batch, rng, state.model_state)[0].weight
+        join = partial(with_totals, state.params, window=window, factor=gradient_factor(weight, k), groups=groups)
+        return Variables(zero_totals(window, groups), join)
+
+    return micro_gradient(parts, state, micro_batch, k, variables=totals, copies=copies)
