@@ -1,8 +1,9 @@
 """Which values of two programs have equal fingerprints."""
 
 import numpy as np
+import pytest
 
-from parity.fingerprint import NOISE, Trace, counterparts
+from parity.fingerprint import NOISE, Fingerprint, Trace, counterparts, distances, fingerprint
 
 
 def test_a_sum_that_cancels_is_not_matched() -> None:
@@ -50,6 +51,18 @@ def test_complex_numbers_match_as_pairs_and_not_as_their_conjugates() -> None:
     of_batch: Trace[str] = Trace()
     x = of_batch.add_batch(z)
     assert of_batch.add(z, x, "copy") == x
+
+
+def test_masked_elements_and_nan_count_as_zeros() -> None:
+    assert fingerprint(np.array([1.0, -2.0, np.nan, -np.inf])) == Fingerprint(5 / 4, 3 / 4, 1.0, -1 / 4)
+    assert fingerprint(np.array([1.0, -2.0, -1e38])) == Fingerprint(5 / 3, 1.0, 1.0, -1 / 3)
+    assert fingerprint(np.array([1.0, -2.0])) == Fingerprint(5 / 2, 3 / 2, 1.0, -1 / 2)
+
+
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
+def test_distances_are_relative(size: float) -> None:
+    x = size * np.random.default_rng(0).standard_normal(8)
+    assert distances(trace_of(x), trace_of(1.125 * x), [0]) == {0: pytest.approx(1 - 1.125**-2)}
 
 
 def trace_of(value: np.ndarray) -> Trace[str]:
