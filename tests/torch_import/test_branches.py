@@ -284,6 +284,25 @@ def test_a_module_that_is_initialized_by_its_first_batch() -> None:
     assert int(state["is_started"]) == 1
 
 
+def test_a_path_may_read_one_result_of_an_operation_with_several_before_the_condition() -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, t: Tensor) -> Tensor:
+            y = self.norm(x)
+            return self.head(y if float(t.sum()) > 0 else x)
+
+    with jax.enable_x64():
+        module = Chosen().double().eval()
+        model = from_torch(module, batch_of((1,)))
+        for sign in (1, -1):
+            batch = batch_of((sign,))
+            expected = module(*map(torch.tensor, batch.values())).detach().numpy()
+            np.testing.assert_allclose(model(model.params, batch)[0], expected, rtol=1e-12)
+
+
 def test_a_saved_model_has_both_paths(tmp_path: Path) -> None:
     model = from_torch(Of(lambda self, x: self.linear(x) if x.sum() > 0 else x * 2.0), x_of())
     model.save(tmp_path / "saved")

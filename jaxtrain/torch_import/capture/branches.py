@@ -135,6 +135,14 @@ def _common(a: Captured, b: Captured) -> set[str]:
     for node in b.graph.nodes:
         if nodes.get(node.name) == node and common.issuperset(references((node.args, node.kwargs))):
             common.add(node.name)
+    # An operand of a path is one array: of an operation with several results, such as BatchNorm, an element of them.
+    others = {x.name for x in b.graph.nodes}
+    for node in (
+        *(x for x in a.graph.nodes if x.name not in others),
+        *(x for x in b.graph.nodes if x.name not in nodes),
+    ):
+        if node.op == GETITEM and node.args[0].name in common:
+            common.add(node.name)
     return common
 
 
