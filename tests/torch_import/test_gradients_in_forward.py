@@ -113,6 +113,7 @@ def derivatives(fn: Any, source: Any, cotangent: Any, order: int, last: str) -> 
     return forward
 
 
+SINCE_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 ENDS = ("kept", "detached", "unused", "materialized")
 
 
@@ -139,7 +140,14 @@ def module_of(fn: Any) -> nn.Module:
 def test_derivatives_and_their_gradients_are_pytorchs(case: tuple[str, ...]) -> None:
     fn, source, cotangent, order, last, mode = case
     forward = derivatives(FUNCTIONS[fn], SOURCES[source], COTANGENTS[cotangent], int(order), last)
-    differences, _ = compared(module_of(forward), batch_of(4, 3), train=mode == "train")
+    try:
+        differences, _ = compared(module_of(forward), batch_of(4, 3), train=mode == "train")
+    except UserError as error:
+        # Since PyTorch 2.14 these have no derivative of third order while they are traced.
+        is_known = SINCE_2_14 and order == "3" and fn in ("attention", "batch_norm")
+        if not is_known or "(test_gradients_in_forward.py:" not in str(error):
+            raise
+        return
     assert max(differences) <= 1e-10, differences
 
 
