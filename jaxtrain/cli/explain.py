@@ -13,6 +13,7 @@ from rich.table import Table
 from jaxtrain.cli.flags import parse_with_recipe, recipe_name
 from jaxtrain.cost import find_target, gpu_devices
 from jaxtrain.distributed import make_mesh, parse_mesh, shard
+from jaxtrain.passes.pipeline import PREDICTED_FOR
 from jaxtrain.planning import virtual_devices
 from jaxtrain.recipes import named_recipe
 from jaxtrain.run import Recipe
@@ -47,6 +48,8 @@ def main(args: list[str]) -> int:
         if phase.passes:
             console.print()
             console.print(_table(phase))
+    if any("predicted" in x.gain for phase in phases for x in phase.passes):
+        console.print(f"\npredicted: of {PREDICTED_FOR}", markup=False)
     return 0
 
 
