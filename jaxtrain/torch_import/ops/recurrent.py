@@ -28,7 +28,9 @@ def _lstm_cell(state: Any, gates: jax.Array, weight: jax.Array, bias: Any) -> tu
 def _gru_cell(hidden: Any, gates: jax.Array, weight: jax.Array, bias: Any) -> tuple[Any, jax.Array]:
     (r, z, n), (hr, hz, hn) = jnp.split(gates, 3, -1), jnp.split(hidden @ weight.T + bias, 3, -1)
     r, z = jax.nn.sigmoid(r + hr), jax.nn.sigmoid(z + hz)
-    hidden = (1 - z) * jnp.tanh(n + r * hn) + z * hidden
+    new = jnp.tanh(n + r * hn)
+    # As PyTorch's kernel (aten/src/ATen/native/RNN.cpp), whose three operations are each rounded in low precision.
+    hidden = (hidden - new) * z + new
     return hidden, hidden
 
 
