@@ -5,7 +5,7 @@ mark `law`. There are three tiers:
 
 - quick, of `pytest` alone: a quick case of each promise, and of as many laws as its time holds;
 - change, of continuous integration: a case of each law, the tests that are nearest to the last commits' changes by the
-  graph of imports, and further cases of laws, as its time holds; laws of ten seconds or more take turns;
+  graph of imports, and further cases of laws, as its time holds;
 - all: everything, for a nightly run.
 
 Which cases of a test they are, and which examples hypothesis draws, depends on the commit, so that all are seen within
@@ -33,15 +33,13 @@ from tests.touched import distances, git, in_last_commits
 
 ROOT = Path(__file__).parents[1]
 GUARANTEES, DURATIONS = ROOT / "docs" / "guarantees.md", ROOT / "tests" / "durations.json"
-QUICK_SECONDS, CHANGE_SECONDS, DIRECTORY_SECONDS = 150.0, 820.0, 600.0
+QUICK_SECONDS, CHANGE_SECONDS, DIRECTORY_SECONDS = 150.0, 1000.0, 600.0
 """Of all workers together, as durations.json counts them."""
 TOUCHED_SECONDS, LAW_SECONDS = 200.0, 100.0
 LONGEST_QUICK = 5.0
 """Seconds of the longest case that the quick tier runs, unless it is the only one of a promise."""
 LONG = 10.0
 """Seconds of a case that runs before shorter ones."""
-LONG_TURNS = 3
-"""One of so many laws that are long runs with a commit, beside those that are the only ones of a promise."""
 SHORT = 0.5
 """Seconds from which durations are recorded. A case without one counts as a third of it."""
 TIERS = ("quick", "change", "all")
@@ -185,7 +183,7 @@ class Choice:
     def change(self, of_promises: Mapping[str, Sequence[str]], nearness: Mapping[str, int]) -> list[pytest.Item]:
         """Return a case of each law, the tests whose files are nearest to a change, and further cases of laws."""
         laws = self._laws(of_promises)
-        needed = self._in_turn(of_promises, laws)
+        needed = [*laws.values()]
         near = [item for cases in self._cases.values() for item in cases if file_of(item.nodeid) in nearness]
         near = sorted(self._in_order(near), key=lambda item: nearness[file_of(item.nodeid)])
         left = CHANGE_SECONDS - sum(self._seconds[item.nodeid] for item in needed)
@@ -203,15 +201,6 @@ class Choice:
         """Return a quick case of each law, by the test's name."""
         tests = dict.fromkeys(test for tests in of_promises.values() for test in tests)
         return {test: item for test in tests if (item := self._quick(self._cases.get(test, ()))) is not None}
-
-    def _in_turn(self, of_promises: Mapping[str, Sequence[str]], laws: Mapping[str, pytest.Item]) -> list[pytest.Item]:
-        """Return the cases of laws; of those that are long a part, beside those of promises that have no others."""
-        long = {test for test, item in laws.items() if self._seconds[item.nodeid] >= LONG}
-        of_each = [{*tests} & {*laws} for tests in of_promises.values()]
-        needed = {test for tests in of_each if tests <= long for test in tests}
-        order = [function_of(item.nodeid) for item in self._in_order(laws[test] for test in sorted(long - needed))]
-        left_out = {*order[: len(order) - len(order) // LONG_TURNS]}
-        return [item for test, item in laws.items() if test not in left_out]
 
     def _quick(self, cases: Sequence[pytest.Item]) -> pytest.Item | None:
         """Return one of the cases that take little longer than the quickest."""
