@@ -40,7 +40,7 @@ def estimate_seconds(jaxpr: Jaxpr, device: Ceilings) -> float:
 def _equation_seconds(eqn: JaxprEqn, device: Ceilings) -> float:
     inner = [estimate_seconds(jaxpr, device) for jaxpr in inner_jaxprs(eqn)]
     if eqn.primitive.name == "scan":
-        return int(equations.trip_count(eqn)) * sum(inner)
+        return equations.trip_count(eqn) * sum(inner)
     if eqn.primitive.name == "cond":
         return max(inner)
     written = sum(map(_bytes, eqn.outvars))

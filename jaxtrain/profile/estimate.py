@@ -70,7 +70,7 @@ def _operations(jaxpr: Jaxpr, device: Ceilings, times: int) -> Iterator[tuple[Sp
     for eqn in jaxpr.eqns:
         inner, often, once = inner_jaxprs(eqn), times, estimate_seconds(jaxpr.replace(eqns=[eqn]), device)
         if eqn.primitive.name == "scan":
-            often = times * int(equations.trip_count(eqn))
+            often = times * equations.trip_count(eqn)
         elif eqn.primitive.name == "cond":
             inner = [max(inner, key=lambda branch: estimate_seconds(branch, device))]
         # Reductions and sorts also contain a jaxpr, of two scalars, which costs less than they do.

@@ -25,9 +25,6 @@ LAYOUT = frozenset(
 Apply = Callable[[Any], Any]
 """Applies an equation to another array in the place of its first operand."""
 
-Rule = Callable[[JaxprEqn, list[Any], rewrite.Run], Sequence[Any] | None]
-"""Returns the results of an equation with followed operands; None to do what `follow` does."""
-
 
 class Followed:
     """A value that stands for an array, as a pytree."""
@@ -57,8 +54,11 @@ def is_followed(x: Any) -> bool:
     return isinstance(x, Followed)
 
 
-def follow(rule: Rule) -> rewrite.Run:
+def follow(rule: rewrite.Rule) -> rewrite.Run:
     """Return a function that evaluates a jaxpr, some of whose arguments are followed; its results are arrays.
+
+    Args:
+      rule: Returns the results of an equation with followed operands; None for those of `carried`.
 
     Example:
       >>> import jax, jax.numpy as jnp

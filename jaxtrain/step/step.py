@@ -19,14 +19,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.passes.pipeline import AFTER_GRAD, AT_UPDATE, Rewrite, applied
 from jaxtrain.paths import merge, partition
 from jaxtrain.program.internals import readable_equations
-from jaxtrain.step.accumulate import (
-    Window,
-    add_micro_batch,
-    mean_gradient,
-    nonzero_weight,
-    scaled_mean,
-    split_batch,
-)
+from jaxtrain.step.accumulate import Window, add_micro_batch, mean_gradient, nonzero_weight, scaled_mean, split_batch
 from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.batch import require_rows
 from jaxtrain.step.clip import clip_grad_norm, clip_grad_value
@@ -43,14 +36,11 @@ from jaxtrain.step.nonfinite import locate_nonfinite
 from jaxtrain.step.parts import StepParts
 from jaxtrain.step.probes import Probes, zero_probes
 from jaxtrain.step.rounding import apply_updates
-from jaxtrain.step.state import (
-    TrainState,
-    applied_updates,
-    micro_batch_key,
-    rounding_key,
-)
+from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, rounding_key
 
 Step = Callable[..., tuple[TrainState, Metrics]]
+OfState = Callable[[StepParts, TrainState], Variables]
+"""Returns what a gradient is by."""
 
 
 @readable_equations()
@@ -88,7 +78,7 @@ def micro_gradient(
     micro_batch: Any,
     k: Any,
     *,
-    variables: Callable[[StepParts, TrainState], Variables] = trained_variables,
+    variables: OfState = trained_variables,
     in_loop: bool = False,
     copies: Copies = NO_COPIES,
 ) -> Gradient:
@@ -125,17 +115,24 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
     if k == 1:
         return micro_gradient(parts, state, micro_batches, k, copies=copies)
 
-    def add(carry: tuple[Window, Any], i_and_micro_batch: tuple[jax.Array, Any]) -> tuple[tuple[Window, Any], Any]:
-        (window, model_state), (i, micro_batch) = carry, i_and_micro_batch
-        at_i = state._replace(micro_step=state.micro_step + i, model_state=model_state)
-        gradient = micro_gradient(parts, at_i, micro_batch, k, in_loop=True, copies=copies)
-        window = add_micro_batch(window, gradient.grads, gradient.loss, k, gradient.observed)
-        return (window, gradient.model_state), gradient.metrics
-
+    add = adding(parts, state, k, copies, trained_variables)
     start = empty_window(parts, state), state.model_state
     (window, model_state), metrics = lax.scan(add, start, (jnp.arange(k, dtype=np.int32), micro_batches))
     metrics = jax.tree.map(lambda x: x.sum(0), metrics)
     return Gradient(mean_gradient(window), window.loss, metrics, model_state, window.nonfinite, window.observed)
+
+
+def adding(parts: StepParts, state: TrainState, k: int, copies: Copies, variables: OfState) -> Callable[..., Any]:
+    """Return the body of the loop over a window: it adds the gradient of a micro-batch, by `variables`."""
+
+    def add(carry: tuple[Window, Any], i_and_micro_batch: tuple[jax.Array, Any]) -> tuple[tuple[Window, Any], Any]:
+        (window, model_state), (i, micro_batch) = carry, i_and_micro_batch
+        at_i = state._replace(micro_step=state.micro_step + i, model_state=model_state)
+        gradient = micro_gradient(parts, at_i, micro_batch, k, variables=variables, in_loop=True, copies=copies)
+        window = add_micro_batch(window, gradient.grads, gradient.loss, k, gradient.observed)
+        return (window, gradient.model_state), gradient.metrics
+
+    return add
 
 
 def copies_for_window(parts: StepParts, state: TrainState, micro_batches: Any, k: int) -> Copies:

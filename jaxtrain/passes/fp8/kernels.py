@@ -274,7 +274,7 @@ def _runner(context: _Context, disabled: int) -> rewrite.Run:
         if name == "scan":
             return _scan(eqn, args, inner)
         if name == "convert_element_type" and _is_converted_once(args[0], equations.dtype(eqn)):
-            return [replace(args[0], dtype=np.dtype(equations.dtype(eqn)))]
+            return [replace(args[0], dtype=equations.dtype(eqn))]
         if (product := KernelProduct.of(eqn)) is not None and any(map(is_followed, args[:2])):
             reason = product.refusal(args, depth, context.dtypes, is_delayed=context.fp8.is_delayed)
             context.note(args[:2], reason)

@@ -87,7 +87,7 @@ def blocks_of(eqn: JaxprEqn) -> int:
         return 1
     name = eqn.primitive.name
     if name == "scan":
-        return int(equations.trip_count(eqn)) * count(equations.body(eqn).jaxpr)
+        return equations.trip_count(eqn) * count(equations.body(eqn).jaxpr)
     return sum(map(count, equations.inner_jaxprs(eqn))) if name in CALLS else 0
 
 

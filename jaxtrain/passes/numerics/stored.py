@@ -92,7 +92,7 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | N
     if name == "gather" and is_followed(first):
         return [_Stored(rewrite.bind(eqn, [first.array, *args[1:]])[0], first.dtype)]
     if name == "convert_element_type" and first.is_exact and jnp.issubdtype(equations.dtype(eqn), np.floating):
-        return [_Stored(first.array, np.dtype(equations.dtype(eqn)))]
+        return [_Stored(first.array, equations.dtype(eqn))]
     if name in ("conv_general_dilated", "dot_general") and any(
         is_followed(x) and x.array.dtype != x.dtype for x in args
     ):

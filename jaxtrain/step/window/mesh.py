@@ -10,14 +10,14 @@ from jax import lax
 
 from jaxtrain.passes import Groups
 from jaxtrain.paths import partition
-from jaxtrain.step.accumulate import Window, add_micro_batch, gradient_factor, mean_gradient, open_window
+from jaxtrain.step.accumulate import Window, gradient_factor, mean_gradient, open_window
 from jaxtrain.step.complex_parameters import refuse_complex
 from jaxtrain.step.gradient import Gradient, Variables
 from jaxtrain.step.loss_program import Copies
 from jaxtrain.step.parts import StepParts
 from jaxtrain.step.probes import observed_together, zero_probes
 from jaxtrain.step.state import TrainState, micro_batch_key
-from jaxtrain.step.step import copies_for_window, micro_gradient, trained_variables
+from jaxtrain.step.step import adding, copies_for_window, micro_gradient, trained_variables
 from jaxtrain.step.window.loop import LONGEST, scan_window
 from jaxtrain.step.window.partial_sums import add_last, with_sums, with_totals, zero_sums, zero_totals
 
@@ -29,14 +29,7 @@ def mesh_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: in
         return micro_gradient(parts, state, micro_batches, k, copies=copies)
     groups = parts.loss.groups
     variables = trained_variables if groups is None else partial(_sums, groups=groups)
-
-    def add(carry: tuple[Window, Any], i_and_micro_batch: tuple[jax.Array, Any]) -> tuple[tuple[Window, Any], Any]:
-        (window, model_state), (i, micro_batch) = carry, i_and_micro_batch
-        at_i = state._replace(micro_step=state.micro_step + i, model_state=model_state)
-        gradient = micro_gradient(parts, at_i, micro_batch, k, variables=variables, in_loop=True, copies=copies)
-        window = add_micro_batch(window, gradient.grads, gradient.loss, k, gradient.observed)
-        return (window, gradient.model_state), gradient.metrics
-
+    add = adding(parts, state, k, copies, variables)
     numbered = (jnp.arange(k, dtype=np.int32), micro_batches)
     scales = parts.scales(state)
     start = open_window(variables(parts, state).values, zero_probes(scales)), state.model_state
