@@ -74,6 +74,11 @@ class Form(Followed):
         """Return rows that were looked up in the array, as in an embedding."""
         return found
 
+    def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> Any:
+        """Return rows that are looked up; other equations use the array."""
+        del rest
+        return self.rows(apply(self.array())) if eqn.primitive.name == "gather" else None
+
 
 class KernelForm(Form):
     """The kernel of a linear layer, or a stack of them."""
@@ -88,9 +93,11 @@ class KernelForm(Form):
         """Return the form of the transposed kernel."""
 
     def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> Any:
-        """Return the form of the transposed kernel; other changes of the layout are of its array."""
+        """As `Form.moved`, and the form of the transposed or converted kernel."""
+        if eqn.primitive.name == "convert_element_type" and _is_floating(eqn):
+            return self.astype(equations.dtype(eqn))
         is_transpose = eqn.primitive.name == "transpose" and equations.permutation(eqn) == (1, 0)
-        return self.transpose() if is_transpose else None
+        return self.transpose() if is_transpose else super().moved(eqn, rest, apply)
 
     def astype(self, dtype: Any) -> "KernelForm":
         """Return the form of the kernel converted to a floating-point dtype."""
@@ -238,12 +245,9 @@ class _Rule:
             loop = equations.while_loop(eqn)
             n_consts = loop.n_condition + loop.n_body
             return rewrite.HIGHER_ORDER[name](eqn, [*args[:n_consts], *map(used, args[n_consts:])], run)
-        if name == "convert_element_type" and isinstance(args[0], KernelForm) and _is_floating(eqn):
-            return [args[0].astype(equations.dtype(eqn))]
         if name == "dot_general" and _multiplies_by_form(eqn, args):
             return self._product(eqn, *args)
-        outs = carried(eqn, args, run)
-        return [args[0].rows(*outs)] if name == "gather" and is_form(args[0]) else outs
+        return carried(eqn, args, run)
 
     def _product(self, eqn: JaxprEqn, x: jax.Array, form: KernelForm) -> list[Any]:
         product, addition = form.product(Product(eqn), x)

@@ -40,7 +40,6 @@ from jaxtrain.passes.memory.unroll import unroll as unroll
 from jaxtrain.passes.mesh.gathered import used_dtypes as used_dtypes
 from jaxtrain.passes.mesh.gathered import with_copies as with_copies
 from jaxtrain.passes.mesh.groups import Groups as Groups
-from jaxtrain.passes.mesh.groups import LastPartial as LastPartial
 from jaxtrain.passes.mesh.groups import Partial as Partial
 from jaxtrain.passes.mesh.layers import LayeredFunction as LayeredFunction
 from jaxtrain.passes.mesh.lookup_gradients import lookup_gradients as lookup_gradients
@@ -48,6 +47,7 @@ from jaxtrain.passes.mesh.merged_rows import UnmergeRows as UnmergeRows
 from jaxtrain.passes.mesh.partial_gradients import partial_gradients as partial_gradients
 from jaxtrain.passes.mesh.stages import Schedule as Schedule
 from jaxtrain.passes.mesh.stages import Stages as Stages
+from jaxtrain.passes.mesh.window_sums import LastPartial as LastPartial
 from jaxtrain.passes.numerics.autocast import KERNEL as KERNEL
 from jaxtrain.passes.numerics.autocast import LOSS as LOSS
 from jaxtrain.passes.numerics.autocast import autocast, autocast_disabled, kernel

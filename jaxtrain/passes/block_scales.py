@@ -21,10 +21,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain.errors import UserError
 from jaxtrain.passes.memory import blocks
-from jaxtrain.passes.mesh.groups import LastPartial, Partial
 from jaxtrain.paths import Frozen, path_name
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.follow import LAYOUT
+from jaxtrain.program.follow import LAYOUT, Apply, Followed, is_followed, moved_or_used, used
 
 # Gradients are float16, and inside a block they may be larger than those that enter it.
 _LARGEST, _HEADROOM = 65504.0, 16.0
@@ -77,16 +76,16 @@ def scale_blocks(
     """
 
     def visit(eqn: JaxprEqn, args: list[Any], own: Any, run: blocks.Run) -> Sequence[Any]:
-        if not any(isinstance(x, _Differentiated) for x in args):
+        if not any(map(is_followed, args)):
             return blocks.enter(eqn, args, own, run)
         if blocks.is_block(eqn):
             return _evaluate_block(eqn, args, *blocks.of_one(own))
         if own is None:
-            return _evaluate_outside(eqn, args)
+            return [_differentiated(x) for x in moved_or_used(eqn, args, rewrite.bind)]
         if eqn.primitive.name == "scan":
             return _evaluate_scan(eqn, args, own, run)
         if any(equations.operand_shardings(eqn)):
-            args = [_differentiated(_used(x)) if isinstance(x, _Differentiated) else x for x in args]
+            args = [_differentiated(used(x)) if is_followed(x) else x for x in args]
         return blocks.enter(eqn, args, own, run)
 
     def computed(params: Any, *rest: Any) -> Any:
@@ -95,8 +94,7 @@ def scale_blocks(
         def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
             require_blocks(scales.scale.shape[0], blocks.count(closed.jaxpr))
             values = [_differentiated(x) if i in trained else x for i, x in enumerate(leaves)]
-            outs = blocks.evaluate(closed, values, (scales, probes), visit)
-            return [_used(x) for x in outs]
+            return [*map(used, blocks.evaluate(closed, values, (scales, probes), visit))]
 
         return rewrite.retrace(compute, evaluate)(params, *rest)
 
@@ -113,7 +111,7 @@ def require_blocks(given: int, found: int) -> None:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Differentiated:
+class _Differentiated(Followed):
     """A differentiated value, the gradient of which is at the scale of the loss.
 
     Attributes:
@@ -124,14 +122,21 @@ class _Differentiated:
     value: jax.Array
     dtype: Any = field(metadata={"static": True})
 
+    def used(self) -> Any:
+        """Return the value in its own dtype."""
+        return self.value.astype(self.dtype)
+
+    def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> "_Differentiated | None":
+        """Return a converted value, or one in another layout."""
+        if eqn.primitive.name == "convert_element_type" and _is_floating(eqn.outvars[0].aval):
+            dtype = equations.dtype(eqn)
+            return _Differentiated(_converted(self.value, dtype), dtype)
+        is_layout = eqn.primitive.name in LAYOUT and not rest
+        return _Differentiated(apply(self.value), self.dtype) if is_layout else None
+
 
 def _differentiated(x: Any) -> Any:
-    return _Differentiated(x, jnp.result_type(x)) if _is_floating(x) else x
-
-
-def _used(x: Any) -> Any:
-    """Return a value in its own dtype."""
-    return x.value.astype(x.dtype) if isinstance(x, _Differentiated) else x
+    return _Differentiated(x, jnp.result_type(x)) if not is_followed(x) and _is_floating(x) else x
 
 
 def _is_floating(x: Any) -> bool:
@@ -146,21 +151,11 @@ def _wide(dtype: Any) -> Any:
 def _trained(params: Any, frozen: Frozen) -> set[int]:
     """Return the positions, among the leaves of `params`, of those that are trained."""
     trained, position = set(), 0
-    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, Partial | LastPartial)):
+    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_followed):
         n = len(jax.tree.leaves(x))
         trained |= set() if frozen(path_name(path)) else {*range(position, position + n)}
         position += n
     return trained
-
-
-def _evaluate_outside(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-    """Evaluate an equation without blocks, some operands of which are differentiated."""
-    if eqn.primitive.name == "convert_element_type" and _is_floating(eqn.outvars[0].aval):
-        dtype = equations.dtype(eqn)
-        return [_Differentiated(_converted(args[0].value, dtype), dtype)]
-    if eqn.primitive.name in LAYOUT and len(args) == 1:
-        return [_Differentiated(rewrite.bind(eqn, [args[0].value])[0], args[0].dtype)]
-    return [_differentiated(x) for x in rewrite.bind(eqn, [_used(x) for x in args])]
 
 
 def _converted(x: jax.Array, dtype: Any) -> jax.Array:
@@ -184,22 +179,20 @@ def _evaluate_scan(eqn: JaxprEqn, args: list[Any], own: Any, run: blocks.Run) ->
     def run_step(body: Jaxpr, consts: Sequence[Any], step_args: Sequence[Any], own: Any) -> list[Any]:
         outs = run(body, consts, step_args, own)
         # Results that are stacked would take twice the memory in float32.
-        return [*map(_widened, outs[:n_carry]), *(_differentiated(_used(x)) for x in outs[n_carry:])]
+        return [*map(_widened, outs[:n_carry]), *(_differentiated(used(x)) for x in outs[n_carry:])]
 
     return list(blocks.enter(eqn, [*consts, *map(_widened, carry), *xs], own, run_step))
 
 
 def _widened(x: Any) -> Any:
     """Return a value whose gradient is in float32 at least, so that the carries of all steps have the same types."""
-    if not _is_floating(x.value if isinstance(x, _Differentiated) else x):
-        return x
-    x = x if isinstance(x, _Differentiated) else _differentiated(x)
-    return _Differentiated(x.value.astype(_wide(x.value.dtype)), x.dtype)
+    x = _differentiated(x)
+    return _Differentiated(x.value.astype(_wide(x.value.dtype)), x.dtype) if is_followed(x) else x
 
 
 def _evaluate_block(eqn: JaxprEqn, args: list[Any], own: BlockValues, probe: BlockValues) -> list[Any]:
     """Evaluate a block between two functions with custom derivatives."""
-    given = [i for i, x in enumerate(args) if isinstance(x, _Differentiated)]
+    given = [i for i, x in enumerate(args) if is_followed(x)]
     operands = [args[i] for i in given]
     enter = _enter([x.dtype for x in operands], [x.value.dtype for x in operands])
     values, link = enter([x.value for x in operands], probe)

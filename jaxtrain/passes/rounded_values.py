@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.passes.fp8.magnitudes import scaled_kernel, scaled_rows
@@ -126,7 +125,7 @@ class _Walk:
     def _rule(self, eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         kinds, name = [self._kind(v) for v in eqn.invars], eqn.primitive.name
         if name == "scan":
-            return self._scan(eqn, args, kinds)
+            return self._scan(eqn, args, kinds, run)
         if name in CALLS:
             return self._call(eqn, args, kinds, run)
         if name == FP8_PRODUCT and self._dtype is None:
@@ -183,33 +182,29 @@ class _Walk:
         self._kinds.update((out, self._kind(v)) for out, v in zip(eqn.outvars, body.outvars, strict=True))
         return outs
 
-    def _scan(self, eqn: JaxprEqn, args: list[Any], kinds: list[_Kind]) -> list[Any]:
+    def _scan(self, eqn: JaxprEqn, args: list[Any], kinds: list[_Kind], run: rewrite.Run) -> list[Any]:
         closed, length = equations.body(eqn), equations.trip_count(eqn)
         n_consts, n_carry = equations.scan_sizes(eqn)
-        body, n = closed.jaxpr, n_consts + n_carry
+        n = n_consts + n_carry
         carried = _joined(kinds)  # what the carry is computed from after the first step
-        self._kinds.update(zip(body.invars, [*kinds[:n_consts], *[carried] * n_carry, *kinds[n:]], strict=True))
-        per_step = 0 if self._in_layers else count(body)
+        self._kinds.update(zip(closed.jaxpr.invars, [*kinds[:n_consts], *[carried] * n_carry, *kinds[n:]], strict=True))
+        per_step = 0 if self._in_layers else count(closed.jaxpr)
         first, blocks = self._next_block, self._blocks
         own = jax.tree.map(
             lambda x: x[first : first + length * per_step].reshape(length, per_step, *x.shape[1:]), blocks
         )
-        avals = closed.in_avals[n_consts:n]
 
-        def step(carry: list[Any], slices: tuple[list[Any], Counter]) -> tuple[list[Any], list[Any]]:
-            x, own_probes = slices
+        def step(body: Jaxpr, consts: Sequence[Any], step_args: Sequence[Any]) -> list[Any]:
+            *inputs, own_probes = step_args
             if per_step:
                 self._blocks, self._next_block = own_probes, 0
-            inputs = [*args[:n_consts], *carry, *x]
-            outs = rewrite.interpret(body, closed.consts, inputs, self._rule)
-            return rewrite.cast_like(avals, outs[:n_carry]), outs[n_carry:]
+            return run(body, consts, inputs)
 
-        options = equations.loop_options(eqn)
-        carry, ys = lax.scan(step, rewrite.cast_like(avals, args[n_consts:n]), (args[n:], own), **options)
+        outs = rewrite.HIGHER_ORDER["scan"](eqn, [*args, own], step)
         if per_step:
             self._blocks, self._next_block, self._counter = blocks, first + length * per_step, self._after
         self._kinds.update((out, carried) for out in eqn.outvars)
-        return [*carry, *ys]
+        return outs
 
 
 def _joined(kinds: Sequence[_Kind]) -> _Kind:

@@ -8,6 +8,7 @@ at their use.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -17,9 +18,10 @@ from jaxtrain.program import equations, rewrite
 CALLS = frozenset({*equations.CALLS, *equations.CHECKPOINTS})
 """Primitives whose function takes a followed value."""
 
-LAYOUT = frozenset(
-    {"copy", "dynamic_slice", "name", "reshape", "sharding_constraint", "slice", "squeeze", "transpose"},
-)
+IDENTITIES = frozenset({"copy", "name", "sharding_constraint"})
+"""Primitives that return their operand."""
+
+LAYOUT = IDENTITIES | {"dynamic_slice", "reshape", "slice", "squeeze", "transpose"}
 """Primitives that return the numbers of their first operand, or a part of them; their other operands are indices."""
 
 Apply = Callable[[Any], Any]
@@ -34,14 +36,22 @@ class Followed:
         """Return the array, as an operation that knows nothing of the value uses it."""
 
     def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> Any:
-        """Return what stands for the result of an equation that changes the layout; None if nothing does.
+        """Return what stands for the result of an equation, such as one that `moves`; None if nothing does.
 
         Args:
-          eqn: An equation for which `moves` is True.
+          eqn: The equation, neither a call nor a scan, whose first operand alone is followed.
           rest: Its other operands.
           apply: Applies it to an array.
         """
         del eqn, rest, apply
+
+    def to_slice(self) -> Any:
+        """Return the value with arrays that a scan slices by their first axis."""
+        return self
+
+    def sliced(self) -> Any:
+        """Return what stands for a slice, in the place of the value whose arrays have been sliced."""
+        return self
 
 
 def used(x: Any) -> Any:
@@ -79,30 +89,30 @@ def follow(rule: rewrite.Rule) -> rewrite.Run:
       [Array([[6., 6.]], dtype=float32)]
     """
 
-    def run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        return [*map(used, rewrite.interpret(traced, consts, args, evaluated))]
-
-    def evaluated(eqn: JaxprEqn, args: list[Any], _: rewrite.Run) -> Sequence[Any] | None:
+    def evaluated(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         if not any(map(is_followed, args)):
             return None
         outs = rule(eqn, args, run)
         return carried(eqn, args, run) if outs is None else outs
 
-    return run
+    return lambda traced, consts, args: [*map(used, rewrite.interpret(traced, consts, args, evaluated))]
 
 
 def carried(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any]:
     """Return the results of an equation that knows nothing of its followed operands."""
-    name, first, rest = eqn.primitive.name, args[0], args[1:]
-    if name in CALLS:
-        return rewrite.HIGHER_ORDER[name](eqn, args, run)
-    if name == "scan":
-        return rewrite.HIGHER_ORDER[name](eqn, with_used_carry(eqn, args), run)
-    if moves(eqn) and is_followed(first) and not any(map(is_followed, rest)):
-        moved = first.moved(eqn, rest, lambda x: apply(eqn, [x, *rest], run)[0])
+    if eqn.primitive.name in CALLS:
+        return rewrite.HIGHER_ORDER[eqn.primitive.name](eqn, args, run)
+    return scan(eqn, args, run) if eqn.primitive.name == "scan" else moved_or_used(eqn, args, partial(apply, run=run))
+
+
+def moved_or_used(eqn: JaxprEqn, args: list[Any], apply: Callable[[JaxprEqn, list[Any]], list[Any]]) -> list[Any]:
+    """Return the results of an equation that is neither a call nor a scan; `apply(eqn, args)` applies it to arrays."""
+    first, *rest = args
+    if is_followed(first) and not any(map(is_followed, rest)):
+        moved = first.moved(eqn, rest, lambda x: apply(eqn, [x, *rest])[0])
         if moved is not None:
             return [moved]
-    return apply(eqn, [*map(used, args)], run)
+    return apply(eqn, [*map(used, args)])
 
 
 def apply(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
@@ -111,10 +121,17 @@ def apply(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
     return rewrite.bind(eqn, args) if rebuild is None else rebuild(eqn, args, run)
 
 
-def with_used_carry(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """Return the operands of a scan, the carry as arrays."""
+def scan(eqn: JaxprEqn, args: Sequence[Any], run: rewrite.Run) -> list[Any]:
+    """Return the results of a scan, arrays like its carry; its body may have more operands, which are sliced."""
     consts, carry, xs = equations.scan_operands(eqn, args)
-    return [*consts, *map(used, carry), *xs]
+    end = len(consts) + len(carry)
+
+    def body(traced: Jaxpr, body_consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        slices = [x.sliced() if is_followed(x) else x for x in values[end:]]
+        return [*map(used, run(traced, body_consts, [*values[:end], *slices]))]
+
+    xs = [x.to_slice() if is_followed(x) else x for x in xs]
+    return rewrite.HIGHER_ORDER["scan"](eqn, [*consts, *map(used, carry), *xs], body)
 
 
 def moves(eqn: JaxprEqn) -> bool:

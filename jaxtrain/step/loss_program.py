@@ -144,7 +144,7 @@ class LossProgram(NamedTuple):
         if copies.gathered is not None:
             found["copies"] = partial(with_copies, copies=copies.gathered)
         if self.groups is not None:
-            found["partial_gradients"] = partial(partial_gradients, groups=self.groups)
+            found["partial_gradients"] = partial_gradients
         if self.lookups is not None:
             found["lookup_gradients"] = partial(lookup_gradients, groups=self.lookups)
         if scales.blocks is not None:

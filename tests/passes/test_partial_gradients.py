@@ -24,9 +24,13 @@ def test_gradients_of_a_norm_are_those_of_each_group(on_gpu, monkeypatch):
     @jax.jit
     def by_group(x):
         sums = [jnp.zeros((2, 8)) for _ in params]
-        computed = partial_gradients(compute, Groups(("data",), (2,)))
-        of = jax.grad(lambda sums, x: computed([*map(Partial, params, sums)], x, weights), argnums=(0, 1))
-        return of(sums, x)
+        groups = Groups(("data",), (2,))
+
+        def computed(sums, x):
+            given = [Partial(x, s, groups) for x, s in zip(params, sums, strict=True)]
+            return partial_gradients(compute)(given, x, weights)
+
+        return jax.grad(computed, argnums=(0, 1))(sums, x)
 
     found, of_x = by_group(x)
     halves = [jax.grad(compute, argnums=(0, 1))(params, x[rows], weights[rows]) for rows in (slice(2), slice(2, 4))]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
@@ -12,7 +13,8 @@ from jaxtrain.passes.fp8.kernel_parts import EACH, Changes, Part, after
 from jaxtrain.passes.fp8.kernel_scales import KernelScales
 from jaxtrain.passes.fp8.quantized_kernel import QuantizedKernel
 from jaxtrain.passes.numerics.casts import to_dtype
-from jaxtrain.program.follow import Apply, Followed, constrained_to
+from jaxtrain.program import equations
+from jaxtrain.program.follow import Apply, Followed, constrained_to, moves
 
 
 @jax.tree_util.register_dataclass
@@ -55,8 +57,14 @@ class Parameter(Followed):
         """Return the array in the dtype that it stands for."""
         return to_dtype(self.dtype, self.array)
 
-    def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> "Parameter":
-        """Return the parameter after an equation that changes its layout."""
+    def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> "Parameter | None":
+        """Return the parameter after an equation that changes its layout, or its first conversion."""
+        if eqn.primitive.name == "convert_element_type":
+            to = equations.dtype(eqn)
+            is_first = self.dtype in (self.array.dtype, to) and jnp.issubdtype(to, np.floating)
+            return replace(self, dtype=to) if is_first else None
+        if not moves(eqn):
+            return None
         array, sharding = apply(self.array), constrained_to(eqn) if self.changes == () else None
         scales = self.scales and self.scales.after(eqn, rest)
         moved = replace(self, array=array, scales=scales, sharding=self.sharding if sharding is None else sharding)

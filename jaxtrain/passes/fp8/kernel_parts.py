@@ -19,9 +19,10 @@ from jaxtrain.passes.fp8.kernel_scales import KernelScales
 from jaxtrain.passes.fp8.quantized_kernel import Gathering, QuantizedKernel, Whole, quantize_kernel
 from jaxtrain.passes.fp8.settings import Fp8
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program.follow import IDENTITIES
 from jaxtrain.program.part_specs import Entries, entries, reshaped
 
-_UNCHANGED = frozenset({"copy", "name", "custom_vjp_call", "sharding_constraint"})
+_UNCHANGED = IDENTITIES | {"custom_vjp_call"}
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain.errors import UserError
@@ -29,7 +27,7 @@ from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.casts import LOWER_FLOATS, is_array
 from jaxtrain.paths import Matching, path_name
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.follow import CALLS, carried, enters, is_followed, moves, used, uses
+from jaxtrain.program.follow import CALLS, carried, enters, is_followed, moves, scan, used, uses
 
 
 class KernelUse(NamedTuple):
@@ -273,8 +271,6 @@ def _runner(context: _Context, disabled: int) -> rewrite.Run:
             return None
         if name == "scan":
             return _scan(eqn, args, inner)
-        if name == "convert_element_type" and _is_converted_once(args[0], equations.dtype(eqn)):
-            return [replace(args[0], dtype=equations.dtype(eqn))]
         if (product := KernelProduct.of(eqn)) is not None and any(map(is_followed, args[:2])):
             reason = product.refusal(args, depth, context.dtypes, is_delayed=context.fp8.is_delayed)
             context.note(args[:2], reason)
@@ -298,37 +294,27 @@ _KINDS = {"conv_general_dilated": "a convolution", "ragged_dot_general": "a grou
 
 def _scan(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
     """Scan over layers of parameters. Scales of whole parameters are repeated, so that each step has its own probe."""
-    n_consts, n_carry = equations.scan_sizes(eqn)
-    end, length = n_consts + n_carry, equations.trip_count(eqn)
-    args = [used(x) if n_consts <= i < end else x for i, x in enumerate(args)]
-    of_all = {i: x.scales for i, x in enumerate(args) if _is_whole(x, is_sliced=i >= end)}
+    of_all = {i: x.scales for i, x in enumerate(args) if _is_whole(eqn, i, x)}
     args = [replace(x, scales=None) if i in of_all else x for i, x in enumerate(args)]
-    args = [x.to_slice() if i >= end and is_followed(x) else x for i, x in enumerate(args)]
 
     def body(traced: Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        own = dict(zip(of_all, values[len(traced.invars) :], strict=True))
-        given = values[: len(traced.invars)]
-        given = [replace(x, scales=own[i]) if i in own else x for i, x in enumerate(given)]
-        given = [x.sliced() if i >= end and is_followed(x) else x for i, x in enumerate(given)]
-        return [*map(used, run(traced, consts, given))]
+        n = len(traced.invars)
+        own = dict(zip(of_all, values[n:], strict=True))
+        return run(traced, consts, [replace(x, scales=own[i]) if i in own else x for i, x in enumerate(values[:n])])
 
-    repeated = [scales.repeated(length) for scales in of_all.values()]
-    return rewrite.HIGHER_ORDER["scan"](eqn, [*args, *repeated], body)
+    return scan(eqn, [*args, *(scales.repeated(equations.trip_count(eqn)) for scales in of_all.values())], body)
 
 
-def _is_whole(x: Any, *, is_sliced: bool) -> bool:
-    """Return whether the scales of a parameter are not sliced by a scan, which slices the parameter or shares it."""
-    return is_followed(x) and x.scales is not None and not (is_sliced and x.scales.n_leading)
+def _is_whole(eqn: JaxprEqn, i: int, x: Any) -> bool:
+    """Return whether operand i of a scan has scales that are not sliced, although a scan slices or shares it."""
+    if not is_followed(x) or x.scales is None or equations.is_carry(eqn, i):
+        return False
+    return i < sum(equations.scan_sizes(eqn)) or not x.scales.n_leading
 
 
 def _regions(eqn: JaxprEqn) -> int:
     """Return the number of regions, in which autocast is disabled, that an equation was traced in."""
     return sum(part.name == DISABLED for part in eqn.source_info.name_stack.stack)
-
-
-def _is_converted_once(x: Parameter, dtype: Any) -> bool:
-    """Return whether a parameter is converted once at most."""
-    return x.dtype in (x.array.dtype, dtype) and jnp.issubdtype(dtype, np.floating)
 
 
 def _has_product(eqn: JaxprEqn) -> bool:

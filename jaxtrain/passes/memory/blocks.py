@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain.errors import UserError
@@ -145,16 +144,11 @@ def enter(eqn: JaxprEqn, args: list[Any], arrays: Any, run: Run) -> Sequence[Any
 
 
 def _scan(eqn: JaxprEqn, args: list[Any], arrays: Any, run: Run) -> list[Any]:
-    body, length = equations.body(eqn), equations.trip_count(eqn)
-    consts, init, xs = equations.scan_operands(eqn, args)
-    n_carry = len(init)
+    length = equations.trip_count(eqn)
     of_steps = jax.tree.map(lambda x: x.reshape(length, x.shape[0] // length, *x.shape[1:]), arrays)
 
-    def step(carry: list[Any], x: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
-        own, slices = x
-        outs = run(body.jaxpr, body.consts, [*consts, *carry, *slices], own)
-        return outs[:n_carry], outs[n_carry:]
+    def step(body: Jaxpr, consts: Sequence[Any], step_args: Sequence[Any]) -> list[Any]:
+        *own_args, own = step_args
+        return run(body, consts, own_args, own)
 
-    options = equations.loop_options(eqn)
-    carry, ys = lax.scan(step, init, (of_steps, xs), **options)
-    return [*carry, *ys]
+    return rewrite.HIGHER_ORDER["scan"](eqn, [*args, of_steps], step)

@@ -15,9 +15,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtrain.passes.fp8.product import NAME as FP8_PRODUCT
 from jaxtrain.passes.marks import DIVIDED_LOOKUP, GATHERED_COPY
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.follow import Apply, Followed, constrained_to, enters, follow, uses
+from jaxtrain.program.follow import IDENTITIES, LAYOUT, Apply, Followed, apply, constrained_to, enters, follow, uses
 
-_OF_BOTH = ("reshape", "transpose", "squeeze", "slice")
+_OF_BOTH = LAYOUT - IDENTITIES - {"dynamic_slice"}
 """Changes of the layout that a parameter and its copy both make."""
 
 
@@ -117,7 +117,8 @@ class _Gathered(Followed):
         return taken
 
     def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> Any:
-        if _is_constraint(eqn):
+        converts = eqn.primitive.name == "convert_element_type" and self.value.dtype != self.copy.dtype
+        if _is_constraint(eqn) or (converts and self.copy.dtype == equations.dtype(eqn)):
             return _Gathered(apply(self.value), self.copy)
         return _Gathered(apply(self.value), apply(self.copy)) if eqn.primitive.name in _OF_BOTH else None
 
@@ -144,9 +145,5 @@ assert gathered_copy.__name__ == GATHERED_COPY
 
 
 def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
-    name, first = eqn.primitive.name, args[0]
-    if equations.is_call(eqn, DIVIDED_LOOKUP):
-        return rewrite.HIGHER_ORDER[name](eqn, [first.value, *args[1:]], run)
-    if name == "convert_element_type" and first.value.dtype != first.copy.dtype == equations.dtype(eqn):
-        return [_Gathered(rewrite.bind(eqn, [first.value])[0], first.copy)]
-    return None
+    is_lookup = equations.is_call(eqn, DIVIDED_LOOKUP)
+    return apply(eqn, [args[0].value, *args[1:]], run) if is_lookup else None

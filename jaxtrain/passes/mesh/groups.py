@@ -1,48 +1,18 @@
 """Groups of a micro-batch's rows, and parameters whose gradients are partial sums, one for each group."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
-
-class Partial(NamedTuple):
-    """A parameter whose gradient is computed as partial sums.
-
-    Attributes:
-      value: The parameter.
-      sums: Zeros, [groups, …]: the gradient of the result by them is the partial sums.
-    """
-
-    value: jax.Array
-    sums: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LastPartial:
-    """A parameter in the last micro-batch of a window, by which the gradient is the sum of the whole window.
-
-    Attributes:
-      value: The parameter.
-      total: Zeros, […]: the gradient by them is the weighted sum of the window's gradients, added over groups.
-      nonfinite: Zeros, [groups]: not zero in the gradient where the last micro-batch's is not finite.
-      earlier: The weighted partial sums of the earlier micro-batches, [groups, …].
-      weight: The weight of the last micro-batch's gradient.
-      sharding: The sharding of the parameter; None without a mesh.
-    """
-
-    value: jax.Array
-    total: jax.Array
-    nonfinite: jax.Array
-    earlier: jax.Array
-    weight: jax.Array
-    sharding: Any = field(metadata={"static": True})
+from jaxtrain.program import equations
+from jaxtrain.program.follow import LAYOUT, Apply, Followed
 
 
 class Groups:
@@ -105,3 +75,53 @@ class Groups:
         """Add the groups' sums of one parameter, [groups, …] to […] of this sharding."""
         del sharding
         return sums.sum(0)
+
+
+OF_SUMS = LAYOUT - {"name"} | {"convert_element_type"}  # a policy of rematerialization would save named sums too
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Partial(Followed):
+    """A parameter whose gradient is computed as partial sums.
+
+    Attributes:
+      value: The parameter.
+      sums: Zeros, [groups, …]: the gradient of the result by them is the partial sums.
+      groups: The groups.
+    """
+
+    value: jax.Array
+    sums: jax.Array
+    groups: Groups = field(metadata={"static": True})
+
+    def used(self) -> Any:
+        """Return the value; its gradient is added to the groups' sums."""
+
+        @jax.custom_vjp
+        def value(x: jax.Array, sums: jax.Array) -> jax.Array:
+            del sums
+            return x
+
+        value.defvjp(lambda x, sums: (x, None), lambda _, gradient: (None, self.groups.place(gradient)))
+        return value(self.value, self.sums)
+
+    def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> "Partial | None":
+        """Return the parameter and its sums in another layout or dtype."""
+        name = eqn.primitive.name
+        if name == "sharding_constraint":
+            return replace(self, value=apply(self.value), sums=self.groups.shard(self.sums, equations.sharding(eqn)))
+        if name not in OF_SUMS and (name not in ("broadcast_in_dim", "gather") or _is_larger(eqn)):
+            return None
+        by_group = jax.vmap(apply, spmd_axis_name=self.groups.axes)
+        return replace(self, value=apply(self.value), sums=by_group(self.sums))
+
+    def to_slice(self) -> "Partial":
+        """Return the parameter with sums [layers, groups, …]."""
+        return replace(self, sums=jnp.moveaxis(self.sums, 0, 1))
+
+
+def _is_larger(eqn: JaxprEqn) -> bool:
+    """Return whether a broadcast or a lookup repeats values: partial sums would be repeated too."""
+    sizes = [v.aval.size for v in (eqn.invars[0], eqn.outvars[0])]  # type: ignore[attr-defined]
+    return bool(sizes[0] < sizes[1])

@@ -53,8 +53,8 @@ def lookup_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[..
             used = zip(params, closed.jaxpr.invars, strict=False)
             tables = [x if _is_table(closed.jaxpr, v, counts) else None for x, v in used]
             sums = jax.tree.leaves(zeros(jax.tree.unflatten(structure, tables)), is_leaf=lambda x: x is None)
-            by_group = [x if s is None else Partial(x, s) for x, s in zip(params, sums, strict=True)]
-            return evaluate_by_group(closed, [*by_group, *others], groups, counts)
+            by_group = [x if s is None else Partial(x, s, groups.of_sums(s)) for x, s in zip(params, sums, strict=True)]
+            return evaluate_by_group(closed, [*by_group, *others], counts)
 
         return rewrite.retrace(compute, evaluate)(params, *rest)
 

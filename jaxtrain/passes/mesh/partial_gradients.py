@@ -9,8 +9,8 @@ or a lookup uses it, the gradient flows to the zeros, group by group. Every othe
 and divided among the groups' sums.
 """
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -23,58 +23,56 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.passes.fp8.product import NAME as FP8_PRODUCT
 from jaxtrain.passes.fp8.product import Product
 from jaxtrain.passes.marks import DIVIDED_LOOKUP, GATHERED_COPY
-from jaxtrain.passes.mesh.groups import Groups, LastPartial, Partial
-from jaxtrain.passes.mesh.window_sums import is_scanned, of_layers, with_window_sums
+from jaxtrain.passes.mesh.groups import Groups, Partial
+from jaxtrain.passes.mesh.window_sums import LastPartial
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.biased_product import biased_product
 from jaxtrain.passes.numerics.recompute import Gradient, gradient_on_gpu
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.follow import CALLS, LAYOUT
+from jaxtrain.program.follow import CALLS, apply, follow, is_followed, used
 from jaxtrain.program.internals import manual_axes
 
 
-def partial_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[..., Any]:
-    """Let a function `compute(params, …)` take parameters that are `Partial`.
+def partial_gradients(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function `compute(params, …)` take parameters that are `Partial` or `LastPartial`.
 
     Args:
       compute: The function.
-      groups: The groups of rows.
 
     Returns:
-      The same function. Without any `Partial`, `compute` itself is called.
+      The same function. Without any such parameter, `compute` itself is called.
 
     Example:
       >>> def compute(w, x):
       ...     return (x @ w).sum()
       >>> def by_group(sums, w, x):
-      ...     return partial_gradients(compute, Groups(("data",), (2,)))(Partial(w, sums), x)
+      ...     return partial_gradients(compute)(Partial(w, sums, Groups(("data",), (2,))), x)
       >>> x, w = jnp.array([[1.0], [2.0], [4.0], [8.0]]), jnp.ones((1, 1))
       >>> jax.grad(by_group)(jnp.zeros((2, 1, 1)), w, x).ravel().tolist(), jax.grad(compute)(w, x).item()
       ([3.0, 12.0], 15.0)
     """
 
     def computed(params: Any, *rest: Any) -> Any:
-        leaves, structure = jax.tree.flatten(params, is_leaf=_is_partial)
-        if not any(map(_is_partial, leaves)):
+        leaves, structure = jax.tree.flatten(params, is_leaf=is_followed)
+        if not any(map(is_followed, leaves)):
             return compute(params, *rest)
 
         def evaluate(closed: ClosedJaxpr, values: list[Any]) -> list[Any]:
             given = [
-                with_window_sums(x, groups) if _is_last(x) and not is_scanned(x, closed.jaxpr, v) else x
+                x.sliced() if isinstance(x, LastPartial) and not x.is_scanned(closed.jaxpr, v) else x
                 for x, v in zip(leaves, closed.jaxpr.invars, strict=False)
             ]
-            return evaluate_by_group(closed, [*given, *values[len(leaves) :]], groups, row_counts(rest[:1]))
+            return evaluate_by_group(closed, [*given, *values[len(leaves) :]], row_counts(rest[:1]))
 
-        values = [x.value if _is_partial(x) else x for x in leaves]
+        values = [*map(_value, leaves)]
         return rewrite.retrace(compute, evaluate)(jax.tree.unflatten(structure, values), *rest)
 
     return computed
 
 
-def evaluate_by_group(closed: ClosedJaxpr, args: Sequence[Any], groups: Groups, counts: Collection[int]) -> list[Any]:
+def evaluate_by_group(closed: ClosedJaxpr, args: Sequence[Any], counts: Collection[int]) -> list[Any]:
     """Evaluate a program, some of whose arguments are `Partial`, for a batch with these sizes of first axes."""
-    outs = rewrite.interpret(closed.jaxpr, closed.consts, args, _rule(groups, counts))
-    return [_summed(x, groups) for x in outs]
+    return follow(_rule(counts))(closed.jaxpr, closed.consts, args)
 
 
 def row_counts(batch: Any) -> set[int]:
@@ -82,34 +80,25 @@ def row_counts(batch: Any) -> set[int]:
     return {x.shape[0] for x in jax.tree.leaves(batch) if x.ndim}
 
 
-_OF_SUMS = LAYOUT - {"name"} | {"convert_element_type"}  # a policy of rematerialization would save named sums too
 _SUMS = frozenset({"add", "sub"})
 CONVOLUTION = "conv_general_dilated"
 
 
-def _rule(of_rows: Groups, counts: Collection[int]) -> rewrite.Rule:
+def _rule(counts: Collection[int]) -> rewrite.Rule:
     """Return the rule for a batch of which arrays have these numbers of rows."""
 
     def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         name = eqn.primitive.name
         is_lookup = equations.is_call(eqn, DIVIDED_LOOKUP)
-        if not any(map(_is_partial, args)):
-            return None
         if equations.is_call(eqn, GATHERED_COPY):
             x, copy = args
-            if _is_last(x):
-                return [dataclasses.replace(x, value=copy)]
-            return [Partial(copy, lax.convert_element_type(x.sums, copy.dtype))]
-        if name in CALLS and not is_lookup:
-            return None
-        if name == "scan":
-            return _scan(eqn, args, run, of_rows)
+            sums = {"sums": lax.convert_element_type(x.sums, copy.dtype)} if isinstance(x, Partial) else {}
+            return [replace(x, value=copy, **sums)]
         if name == "shard_map":
-            return _shard_map(eqn, args, run, of_rows)
-        if any(map(_is_last, args)):  # a sharding constraint: all other uses have been excluded
-            (x,) = args
-            return [dataclasses.replace(x, value=rewrite.bind(eqn, [x.value])[0])]
-        groups, *others = {own.size: own for own in (of_rows.of_sums(x.sums) for x in args if _is_partial(x))}.values()
+            return _shard_map(eqn, args, run)
+        if (name in CALLS and not is_lookup) or name == "scan":
+            return None
+        groups, *others = {x.groups.size: x.groups for x in args if is_followed(x)}.values()
         if name == FP8_PRODUCT and not others and _has_rows(args[0], groups):
             return [_fp8_by_group(eqn, args, groups)]
         on_gpu = gradient_on_gpu(eqn)
@@ -117,54 +106,24 @@ def _rule(of_rows: Groups, counts: Collection[int]) -> rewrite.Rule:
             return [_recomputed_by_group(eqn, args, on_gpu, groups)]
         if not others and (rows := _row_axes(eqn, args, counts)) and rows.size % groups.size == 0:
             return [_by_group(eqn, args, rows, groups)]
-        if name == "sharding_constraint":
-            (x,) = args
-            return [Partial(rewrite.bind(eqn, [x.value])[0], groups.shard(x.sums, equations.sharding(eqn)))]
-        is_layout = name in _OF_SUMS or (name in ("broadcast_in_dim", "gather") and not _is_larger(eqn))
-        if is_layout and not any(map(_is_partial, args[1:])):
-            x, rest = args[0], args[1:]
-            by_group = jax.vmap(lambda part: rewrite.bind(eqn, [part, *rest])[0], spmd_axis_name=groups.axes)
-            return [Partial(rewrite.bind(eqn, [x.value, *rest])[0], by_group(x.sums))]
-        values = [_summed(x, of_rows) for x in args]
-        rebuild = rewrite.HIGHER_ORDER.get(name)
-        return rewrite.bind(eqn, values) if rebuild is None else rebuild(eqn, values, run)
+        return apply(eqn, [*map(used, args)], run) if is_lookup else None
 
     return rule
 
 
-def _is_larger(eqn: JaxprEqn) -> bool:
-    """Return whether a broadcast or a lookup repeats values: partial sums would be repeated too."""
-    sizes = [v.aval.size for v in (eqn.invars[0], eqn.outvars[0])]  # type: ignore[attr-defined]
-    return bool(sizes[0] < sizes[1])
-
-
-def _scan(eqn: JaxprEqn, args: list[Any], run: rewrite.Run, groups: Groups) -> list[Any]:
-    """Scan over layers of partial sums, [layers, groups, …]."""
-    consts, carry, xs = equations.scan_operands(eqn, args)
-    carry = [_summed(x, groups) for x in carry]
-    xs = [of_layers(x) if _is_last(x) else x for x in xs]
-    xs = [Partial(x.value, jnp.moveaxis(x.sums, 0, 1)) if isinstance(x, Partial) else x for x in xs]
-
-    def summed(body: Any, body_consts: Sequence[Any], body_args: Sequence[Any]) -> list[Any]:
-        body_args = [with_window_sums(x, groups) if _is_last(x) else x for x in body_args]
-        return [_summed(x, groups) for x in run(body, body_consts, body_args)]
-
-    return rewrite.HIGHER_ORDER["scan"](eqn, [*consts, *carry, *xs], summed)
-
-
-def _shard_map(eqn: JaxprEqn, args: list[Any], run: rewrite.Run, of_rows: Groups) -> list[Any]:
+def _shard_map(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
     """Compute each group with its own copy of a parameter, the gradients of which are the partial sums."""
     body, manual, given = equations.body(eqn), manual_axes(eqn), equations.shard_map_options(eqn)
     specs, options = [*given.in_specs], {"mesh": given.mesh, "axis_names": manual}
     copied = set()
     for i, x in enumerate(args):
-        if _is_partial(x) and not (axes := {*of_rows.of_sums(x.sums).axes}) & _axes(specs[i]) and axes <= manual:
-            spec, specs[i] = specs[i], P(of_rows.of_sums(x.sums).axes or None, *specs[i])
+        if is_followed(x) and not (axes := {*x.groups.axes}) & _axes(specs[i]) and axes <= manual:
+            spec, specs[i] = specs[i], P(x.groups.axes or None, *specs[i])
             copy = jax.shard_map(lambda x: x[None], in_specs=(spec,), out_specs=specs[i], check_vma=False, **options)
             args[i] = _copies(x, copy)
             copied.add(i)
         else:
-            args[i] = _summed(x, of_rows)
+            args[i] = used(x)
 
     def of_device(*values: Any) -> tuple[Any, ...]:
         return tuple(run(body, (), [x[0] if i in copied else x for i, x in enumerate(values)]))
@@ -186,7 +145,7 @@ def _copies(x: Partial, copy: Callable[[jax.Array], jax.Array]) -> jax.Array:
         return copy(value)
 
     copies.defvjp(lambda value, sums: (copy(value), None), lambda _, gradient: (None, gradient))
-    return copies(*x)
+    return copies(x.value, x.sums)
 
 
 class _Rows(NamedTuple):
@@ -205,7 +164,7 @@ class _Rows(NamedTuple):
 
 def _row_axes(eqn: JaxprEqn, args: list[Any], counts: Collection[int]) -> _Rows | None:
     """Return the rows of a product, a lookup or a broadcast; None if the gradient of its parameters sums none."""
-    partial = [i for i, x in enumerate(args) if _is_partial(x)]
+    partial = [i for i, x in enumerate(args) if is_followed(x)]
     operation, result = _operation(eqn), eqn.outvars[0].aval
     if eqn.primitive.name in (*_SUMS, "mul") and len(partial) == 1:
         (i,) = partial
@@ -266,7 +225,7 @@ def _without_constraints(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> li
 
 def _by_group(eqn: JaxprEqn, args: list[Any], rows: _Rows, groups: Groups) -> Any:
     """Apply an equation to the parameters' values; the gradient by them flows to their partial sums."""
-    params = [i for i, x in enumerate(args) if _is_partial(x)]
+    params = [i for i, x in enumerate(args) if is_followed(x)]
     others = [i for i, x in enumerate(args) if i not in params and jnp.issubdtype(x.dtype, np.inexact)]
 
     def call(values: Sequence[Any], positions: Sequence[int], replaced: Sequence[Any], in_group: bool = False) -> Any:
@@ -279,7 +238,7 @@ def _by_group(eqn: JaxprEqn, args: list[Any], rows: _Rows, groups: Groups) -> An
         return call(values, (), ())
 
     # The gradient of a sum needs no operand, only their shapes.
-    shapes = [(x.shape, x.dtype) for x in (x.value if _is_partial(x) else x for x in args)]
+    shapes = [(x.shape, x.dtype) for x in map(_value, args)]
     is_sum = eqn.primitive.name in _SUMS
 
     def forward(values: list[Any], sums: list[Any]) -> tuple[Any, list[Any]]:
@@ -307,18 +266,18 @@ def _by_group(eqn: JaxprEqn, args: list[Any], rows: _Rows, groups: Groups) -> An
         return of_values, [groups.shard(x) for x in sums]
 
     apply.defvjp(forward, backward)
-    return apply([x.value if _is_partial(x) else x for x in args], [args[i].sums for i in params])
+    return apply([*map(_value, args)], [args[i].sums for i in params])
 
 
 def _has_rows(x: Any, groups: Groups) -> bool:
     """Return whether groups divide the rows of an operand that is no parameter."""
-    return not _is_partial(x) and x.shape[0] % groups.size == 0
+    return not is_followed(x) and x.shape[0] % groups.size == 0
 
 
 def _fp8_by_group(eqn: JaxprEqn, args: Sequence[Any], groups: Groups) -> Any:
     """Multiply in 8 bits; the scales are those of all rows, and only the gradients by parameters are by group."""
     x, *params = args
-    values = [p.value if _is_partial(p) else p for p in params]
+    values = [*map(_value, params)]
     product = Product.of([x, *values], **equations.params(eqn), split=lambda x: _split(x, 0, groups))
 
     @jax.custom_vjp
@@ -329,12 +288,12 @@ def _fp8_by_group(eqn: JaxprEqn, args: Sequence[Any], groups: Groups) -> Any:
     def backward(residuals: Any, gradient: Any) -> tuple[Any, list[Any], list[Any]]:
         of_x, *sums = product.backward(residuals, gradient)
         end = product.n_differentiated - 1  # the others are scales and the kernel in 8 bits
-        of_values = [None if _is_partial(p) else s.sum(0) for p, s in zip(params[:end], sums[:end], strict=True)]
+        of_values = [None if is_followed(p) else s.sum(0) for p, s in zip(params[:end], sums[:end], strict=True)]
         of_values += sums[end:]
-        return of_x, of_values, [groups.shard(s) for p, s in zip(params, sums, strict=True) if _is_partial(p)]
+        return of_x, of_values, [groups.shard(s) for p, s in zip(params, sums, strict=True) if is_followed(p)]
 
     apply.defvjp(lambda x, values, sums: product.forward(x, *values), backward)
-    return apply(x, values, [p.sums for p in params if _is_partial(p)])
+    return apply(x, values, [p.sums for p in params if is_followed(p)])
 
 
 def _convolution_sums(eqn: JaxprEqn, values: Sequence[Any], gradient: Any, rows: _Rows, groups: Groups) -> jax.Array:
@@ -352,16 +311,17 @@ def _convolution_sums(eqn: JaxprEqn, values: Sequence[Any], gradient: Any, rows:
 def _are_vectors_by_row(args: Sequence[Any], groups: Groups) -> bool:
     """Return whether all arguments but the first are parameters, each the same for all rows of the first."""
     x, *vectors = args
-    rows = all(_is_partial(v) and v.value.shape[0] == 1 for v in vectors)
-    return rows and not _is_partial(x) and x.shape[0] % groups.size == 0
+    return all(is_followed(v) and v.value.shape[0] == 1 for v in vectors) and _has_rows(x, groups)
 
 
 def _recomputed_by_group(eqn: JaxprEqn, args: Sequence[Any], on_gpu: Gradient, groups: Groups) -> Any:
     """Apply a function marked by `recomputed`, such as a norm, whose gradients GPUs compute group by group."""
     fn = jaxpr_as_fun(equations.body(eqn))
 
-    def forward(x: jax.Array, vectors: list[Partial]) -> Any:
-        return fn(x, *(v.value for v in vectors))[0]
+    @jax.custom_vjp
+    def apply(x: jax.Array, vectors: list[jax.Array], sums: list[jax.Array]) -> Any:
+        del sums
+        return fn(x, *vectors)[0]
 
     def by_group(x: jax.Array, gradient: jax.Array, *vectors: jax.Array) -> tuple[jax.Array, ...]:
         mapped = jax.vmap(lambda x, gradient: tuple(on_gpu(x, *vectors, gradient)), spmd_axis_name=groups.axes)
@@ -372,14 +332,13 @@ def _recomputed_by_group(eqn: JaxprEqn, args: Sequence[Any], on_gpu: Gradient, g
         of_x, *of_vectors = jax.vjp(fn, x, *vectors)[1]([gradient])
         return of_x, *map(groups.place, of_vectors)
 
-    def backward(operands: Any, gradient: jax.Array) -> tuple[Any, list[Partial]]:
+    def backward(operands: Any, gradient: jax.Array) -> tuple[Any, None, list[jax.Array]]:
         x, vectors = operands
         of_x, *sums = lax.platform_dependent(x, gradient, *vectors, cuda=by_group, rocm=by_group, default=by_all)
-        return of_x, [Partial(None, of_vector) for of_vector in sums]  # type: ignore[arg-type]
+        return of_x, None, sums
 
-    apply = jax.custom_vjp(forward)
-    apply.defvjp(lambda x, vectors: (forward(x, vectors), (x, [v.value for v in vectors])), backward)
-    return apply(args[0], list(args[1:]))
+    apply.defvjp(lambda x, vectors, sums: (fn(x, *vectors)[0], (x, vectors)), backward)
+    return apply(args[0], [v.value for v in args[1:]], [v.sums for v in args[1:]])
 
 
 def _split(x: jax.Array, axis: int, groups: Groups) -> jax.Array:
@@ -388,27 +347,5 @@ def _split(x: jax.Array, axis: int, groups: Groups) -> jax.Array:
     return groups.shard(jnp.moveaxis(x.reshape(shape), axis, 0))
 
 
-def _summed(x: Any, groups: Groups) -> Any:
-    """Return the value of a parameter; its gradient is added to the groups' sums."""
-    if not _is_partial(x):
-        return x
-    own = groups.of_sums(x.sums)
-
-    @jax.custom_vjp
-    def value(x: jax.Array, sums: jax.Array) -> jax.Array:
-        del sums
-        return x
-
-    def backward(_: None, gradient: jax.Array) -> tuple[None, jax.Array]:
-        return None, own.place(gradient)
-
-    value.defvjp(lambda x, sums: (x, None), backward)
-    return value(*x)
-
-
-def _is_partial(x: Any) -> bool:
-    return isinstance(x, (Partial, LastPartial))
-
-
-def _is_last(x: Any) -> bool:
-    return isinstance(x, LastPartial)
+def _value(x: Any) -> Any:
+    return x.value if is_followed(x) else x

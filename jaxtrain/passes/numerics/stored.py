@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxtrain.passes.numerics.casts import LOWER_FLOATS, to_dtype
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.follow import Apply, Followed, follow, is_followed, used
+from jaxtrain.program.follow import Apply, Followed, follow, is_followed, moves, used
 
 
 def is_stored_low(x: Any, dtype: Any) -> bool:
@@ -79,7 +79,10 @@ class _Stored(Followed):
         return to_dtype(self.dtype, self.array)
 
     def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> Any:
-        return _Stored(apply(self.array), self.dtype)
+        name = eqn.primitive.name
+        if name == "convert_element_type" and self.is_exact and jnp.issubdtype(equations.dtype(eqn), np.floating):
+            return _Stored(self.array, equations.dtype(eqn))
+        return _Stored(apply(self.array), self.dtype) if moves(eqn) or name == "gather" else None
 
 
 def _contains_lower_floats(dtype: Any) -> bool:
@@ -88,12 +91,7 @@ def _contains_lower_floats(dtype: Any) -> bool:
 
 def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
     del run
-    name, first = eqn.primitive.name, args[0]
-    if name == "gather" and is_followed(first):
-        return [_Stored(rewrite.bind(eqn, [first.array, *args[1:]])[0], first.dtype)]
-    if name == "convert_element_type" and first.is_exact and jnp.issubdtype(equations.dtype(eqn), np.floating):
-        return [_Stored(first.array, equations.dtype(eqn))]
-    if name in ("conv_general_dilated", "dot_general") and any(
+    if eqn.primitive.name in ("conv_general_dilated", "dot_general") and any(
         is_followed(x) and x.array.dtype != x.dtype for x in args
     ):
         # The backward pass converts again: it would keep the converted operand of every layer.

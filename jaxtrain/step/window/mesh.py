@@ -56,7 +56,7 @@ def _sums(parts: StepParts, state: TrainState, groups: Groups) -> Variables:
     """Return zeros whose gradients are the sums of each group."""
     trained, _ = partition(state.params, parts.options.frozen)
     refuse_complex(trained, "accumulation on a mesh", "use accumulate=1, or store torch.view_as_real of it")
-    return Variables(zero_sums(trained, groups), partial(with_sums, state.params))
+    return Variables(zero_sums(trained, groups), partial(with_sums, state.params, groups=groups))
 
 
 def _last_gradient(

@@ -19,9 +19,13 @@ def zero_sums(trained: Any, groups: Groups) -> Any:
     return groups.zeros(trained)
 
 
-def with_sums(params: Any, sums: Any) -> Any:
+def with_sums(params: Any, sums: Any, groups: Groups) -> Any:
     """Join the parameters with the partial sums of those that are trained."""
-    return jax.tree.map(lambda x, s: x if s is None else Partial(x, s), params, sums, is_leaf=lambda x: x is None)
+
+    def joined(x: Any, s: jax.Array | None) -> Any:
+        return x if s is None else Partial(x, s, groups.of_sums(s))
+
+    return jax.tree.map(joined, params, sums, is_leaf=lambda x: x is None)
 
 
 def divides_rows(window: Any, groups: int) -> bool:
@@ -51,7 +55,7 @@ def with_totals(params: Any, totals: Any, window: Window, factor: jax.Array, gro
     """Join the parameters with the sums of the window so far, to which its last gradient times `factor` is added."""
 
     def joined(x: Any, zeros: Total | None, earlier: Any, sharding: Any) -> Any:
-        return x if zeros is None else LastPartial(x, *zeros, earlier, factor, sharding)
+        return x if zeros is None else LastPartial(x, *zeros, earlier, factor, groups.of_sums(earlier), sharding)
 
     return jax.tree.map(joined, params, totals, window.sums.acc_grads, groups.shardings(params))
 

@@ -33,7 +33,7 @@ def pipelined_gradient(parts: StepParts, state: TrainState, micro_batches: Any, 
 
     def computed(compute_loss: Compute, groups: Groups | None) -> Callable[..., Any]:
         def compute(variables: Any, fixed: Any, micro_batch: Any, rng: jax.Array) -> tuple[Loss, dict[str, Loss]]:
-            params = merge(variables, fixed) if groups is None else with_sums(fixed, variables)
+            params = merge(variables, fixed) if groups is None else with_sums(fixed, variables, groups)
             loss, metrics, _ = compute_loss(params, micro_batch, rng, None)
             return loss, metrics
 
