@@ -23,9 +23,10 @@ EVALUATIONS = ("eval_jaxpr", "closed_call", "call", "composite", "custom_vmap_ca
 """Primitives that apply a jaxpr to their operands, without a boundary of its own: what differentiation splits off a
 checkpoint ("closed_call", since JAX 0.12 "eval_jaxpr"), and functions with a rule for other compilers or for `vmap`."""
 
-APPLICATIONS = frozenset(
-    {*CALLS, *EVALUATIONS, *CHECKPOINTS, "custom_jvp_call", "custom_vjp_call"},
-)
+CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+"""Primitives of functions with a derivative of their own."""
+
+APPLICATIONS = frozenset({*CALLS, *EVALUATIONS, *CHECKPOINTS, *CUSTOM})
 """Primitives whose results are those of one jaxpr, applied to the same operands."""
 
 HIJAX = "call_hi_primitive"
@@ -74,7 +75,7 @@ def in_scope(eqn: JaxprEqn, name: str) -> bool:
 
 def is_call(eqn: JaxprEqn, name: str) -> bool:
     """Return whether the equation calls a jitted function of that name."""
-    return eqn.params.get("name") == name and eqn.primitive.name in ("jit", "pjit")
+    return eqn.params.get("name") == name and eqn.primitive.name in CALLS
 
 
 def marked_function(eqn: JaxprEqn, prefix: str, functions: Mapping[str, _Function], what: str) -> _Function | None:

@@ -102,23 +102,19 @@ def carried(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any]:
     """Return the results of an equation that knows nothing of its followed operands."""
     if eqn.primitive.name in CALLS:
         return rewrite.HIGHER_ORDER[eqn.primitive.name](eqn, args, run)
-    return scan(eqn, args, run) if eqn.primitive.name == "scan" else moved_or_used(eqn, args, partial(apply, run=run))
+    if eqn.primitive.name == "scan":
+        return scan(eqn, args, run)
+    return moved_or_used(eqn, args, partial(rewrite.apply, run=run))
 
 
 def moved_or_used(eqn: JaxprEqn, args: list[Any], apply: Callable[[JaxprEqn, list[Any]], list[Any]]) -> list[Any]:
-    """Return the results of an equation that is neither a call nor a scan; `apply(eqn, args)` applies it to arrays."""
-    first, *rest = args
+    """Return the results of an equation that uses its operands; `apply(eqn, args)` applies it to arrays."""
+    first, *rest = args or [None]
     if is_followed(first) and not any(map(is_followed, rest)):
         moved = first.moved(eqn, rest, lambda x: apply(eqn, [x, *rest])[0])
         if moved is not None:
             return [moved]
     return apply(eqn, [*map(used, args)])
-
-
-def apply(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
-    """Apply an equation to arrays; `run` evaluates the jaxprs within it."""
-    rebuild = rewrite.HIGHER_ORDER.get(eqn.primitive.name)
-    return rewrite.bind(eqn, args) if rebuild is None else rebuild(eqn, args, run)
 
 
 def scan(eqn: JaxprEqn, args: Sequence[Any], run: rewrite.Run) -> list[Any]:

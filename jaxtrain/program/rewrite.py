@@ -90,9 +90,7 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Ru
         inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
         with _source_of(eqn):
             outs = rule(eqn, inputs, run)
-            if outs is None:
-                rebuild = HIGHER_ORDER.get(eqn.primitive.name)
-                outs = bind(eqn, inputs) if rebuild is None else rebuild(eqn, inputs, run)
+            outs = apply(eqn, inputs, run) if outs is None else outs
         env.update(zip(eqn.outvars, outs, strict=True))
         for v in dead:
             del env[v]
@@ -128,6 +126,12 @@ def _source_of(eqn: JaxprEqn) -> Iterator[None]:
     scopes = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=scopes), eqn.ctx.manager:
         yield
+
+
+def apply(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+    """Apply the equation to `args`; `run` evaluates the jaxprs within it."""
+    rebuild = HIGHER_ORDER.get(eqn.primitive.name)
+    return bind(eqn, args) if rebuild is None else rebuild(eqn, args, run)
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:

@@ -85,6 +85,7 @@ def fp8_products(
       UserError: No product qualifies, when the function is called.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from jaxtrain.passes.numerics.autocast import autocast
       >>> fn = fp8_products(autocast(lambda kernel, x: x @ kernel, jnp.bfloat16), Fp8())
       >>> text = str(jax.make_jaxpr(fn)(jnp.ones((16, 32)), jnp.ones((1, 16))))
@@ -122,6 +123,7 @@ def kernel_copies(
       are_whole: Whether to gather the kernels from other devices.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from jaxtrain.passes.numerics.autocast import autocast
       >>> fn = autocast(lambda kernels, x: jax.lax.scan(lambda x, w: (x @ w, None), x, kernels)[0], jnp.bfloat16)
       >>> copies = kernel_copies(fn, Fp8())(jnp.ones((3, 16, 16)), jnp.ones((1, 16)))
@@ -152,6 +154,7 @@ def kernel_uses(fn: Callable[..., Any], fp8: Fp8, *args: Any) -> list[KernelUse]
       *args: Its arguments, or their shapes.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from jaxtrain.passes.numerics.autocast import autocast
       >>> params = {"body": jnp.ones((16, 16)), "head": jnp.ones((16, 32))}
       >>> fn = autocast(lambda params, x: x @ params["body"] @ params["head"], jnp.bfloat16)

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtrain.passes.fp8.product import NAME as FP8_PRODUCT
 from jaxtrain.passes.marks import DIVIDED_LOOKUP, GATHERED_COPY
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.follow import IDENTITIES, LAYOUT, Apply, Followed, apply, constrained_to, enters, follow, uses
+from jaxtrain.program.follow import IDENTITIES, LAYOUT, Apply, Followed, constrained_to, enters, follow, uses
 
 _OF_BOTH = LAYOUT - IDENTITIES - {"dynamic_slice"}
 """Changes of the layout that a parameter and its copy both make."""
@@ -146,4 +146,4 @@ assert gathered_copy.__name__ == GATHERED_COPY
 
 def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
     is_lookup = equations.is_call(eqn, DIVIDED_LOOKUP)
-    return apply(eqn, [args[0].value, *args[1:]], run) if is_lookup else None
+    return rewrite.apply(eqn, [args[0].value, *args[1:]], run) if is_lookup else None

@@ -29,7 +29,7 @@ from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.biased_product import biased_product
 from jaxtrain.passes.numerics.recompute import Gradient, gradient_on_gpu
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.follow import CALLS, apply, follow, is_followed, used
+from jaxtrain.program.follow import CALLS, follow, is_followed, used
 from jaxtrain.program.internals import manual_axes
 
 
@@ -106,7 +106,7 @@ def _rule(counts: Collection[int]) -> rewrite.Rule:
             return [_recomputed_by_group(eqn, args, on_gpu, groups)]
         if not others and (rows := _row_axes(eqn, args, counts)) and rows.size % groups.size == 0:
             return [_by_group(eqn, args, rows, groups)]
-        return apply(eqn, [*map(used, args)], run) if is_lookup else None
+        return rewrite.apply(eqn, [*map(used, args)], run) if is_lookup else None
 
     return rule
 

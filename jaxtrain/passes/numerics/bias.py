@@ -71,7 +71,7 @@ def _feature_axes(var: Atom, producers: Producers) -> set[int]:
         return {to for to, axis in enumerate(equations.permutation(eqn)) if axis in axes}
     if eqn.primitive.name == "conv_general_dilated":
         return {equations.contraction(eqn).out_spec[1]}
-    if eqn.primitive.name in ("remat2", "checkpoint"):
+    if eqn.primitive.name in equations.CHECKPOINTS:
         (body,) = inner_jaxprs(eqn)
         inner = {out: inner_eqn for inner_eqn in body.eqns for out in inner_eqn.outvars}
         return _feature_axes(next(x for x, out in zip(body.outvars, eqn.outvars, strict=True) if out is var), inner)

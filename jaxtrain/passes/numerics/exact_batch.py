@@ -25,7 +25,6 @@ from jaxtrain.passes.numerics.casts import is_array, to_dtype, widen
 from jaxtrain.program import equations, rewrite
 
 _LOW = (jnp.bfloat16, jnp.float16)
-_ONE_BODY = (*equations.CALLS, *equations.CHECKPOINTS, "custom_jvp_call", "custom_vjp_call")
 _WITH_RESULTS = ("scan", "while", "cond")
 _DTYPES = ("new_dtype", "dtype", "preferred_element_type")
 _MARKED = "autocast_"  # what the names of functions begin with that autocast computes in its own way
@@ -292,7 +291,7 @@ def _flags_of_loop(eqn: JaxprEqn, body: Jaxpr, active: list[bool], enters: list[
 
 
 _REBUILT: dict[str, Callable[..., tuple[list[bool], list[bool]]]] = {
-    **dict.fromkeys(_ONE_BODY, _flags_of_call),
+    **dict.fromkeys(equations.APPLICATIONS - {*equations.EVALUATIONS}, _flags_of_call),
     "cond": _flags_of_cond,
     "scan": _flags_of_loop,
     "while": _flags_of_loop,

@@ -34,7 +34,6 @@ CHEAP = frozenset(
 
 "split" is not one of them: its parts are as large as its operand, and on a mesh it may communicate."""
 
-"""Names of the primitive of `jax.checkpoint`."""
 SMALL_TABLE = 2**16
 """Elements of a table that stays in the cache, so that lookups in it are cheap: quantized kernels are looked up."""
 
@@ -44,7 +43,7 @@ def costly(primitive: Any, *args: Any, **params: Any) -> bool:
     if primitive.name == "gather" and args and args[0].size <= SMALL_TABLE:
         return False
     called = params.get("call_jaxpr" if primitive.name.startswith("custom_") else "jaxpr")
-    if primitive.name in ("custom_jvp_call", "custom_vjp_call", "jit", "pjit"):
+    if primitive.name in (*equations.CUSTOM, *equations.CALLS):
         return any(
             costly(eqn.primitive, *(v.aval for v in eqn.invars), **equations.params(eqn)) for eqn in _equations(called)
         )

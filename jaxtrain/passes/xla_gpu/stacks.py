@@ -45,7 +45,7 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | N
     if eqn.primitive.name == "scan":
         return _carry_outputs(eqn, args)
     # Nothing else is rebuilt: a differentiated checkpoint would lose its barriers.
-    is_jit = eqn.primitive.name in ("jit", "pjit")
+    is_jit = eqn.primitive.name in equations.CALLS
     return None if is_jit and any(map(_has_scan, equations.inner_jaxprs(eqn))) else rewrite.bind(eqn, args)
 
 
