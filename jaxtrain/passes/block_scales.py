@@ -21,6 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain.errors import UserError
 from jaxtrain.passes.memory import blocks
+from jaxtrain.passes.mesh.window_sums import is_partial
 from jaxtrain.paths import Frozen, path_name
 from jaxtrain.program import equations, rewrite
 from jaxtrain.program.follow import LAYOUT, Apply, Followed, is_followed, moved_or_used, used
@@ -151,7 +152,7 @@ def _wide(dtype: Any) -> Any:
 def _trained(params: Any, frozen: Frozen) -> set[int]:
     """Return the positions, among the leaves of `params`, of those that are trained."""
     trained, position = set(), 0
-    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_followed):
+    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_partial):
         n = len(jax.tree.leaves(x))
         trained |= set() if frozen(path_name(path)) else {*range(position, position + n)}
         position += n

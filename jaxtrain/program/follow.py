@@ -118,7 +118,7 @@ def moved_or_used(eqn: JaxprEqn, args: list[Any], apply: Callable[[JaxprEqn, lis
 
 
 def scan(eqn: JaxprEqn, args: Sequence[Any], run: rewrite.Run) -> list[Any]:
-    """Return the results of a scan, arrays like its carry; its body may have more operands, which are sliced."""
+    """Return the results of a scan; what `args` has beyond its operands is sliced too, and is passed to `run`."""
     consts, carry, xs = equations.scan_operands(eqn, args)
     end = len(consts) + len(carry)
 

@@ -24,7 +24,7 @@ from jaxtrain.passes.fp8.product import NAME as FP8_PRODUCT
 from jaxtrain.passes.fp8.product import Product
 from jaxtrain.passes.marks import DIVIDED_LOOKUP, GATHERED_COPY
 from jaxtrain.passes.mesh.groups import Groups, Partial
-from jaxtrain.passes.mesh.window_sums import LastPartial
+from jaxtrain.passes.mesh.window_sums import LastPartial, is_partial
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.biased_product import biased_product
 from jaxtrain.passes.numerics.recompute import Gradient, gradient_on_gpu
@@ -53,8 +53,8 @@ def partial_gradients(compute: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def computed(params: Any, *rest: Any) -> Any:
-        leaves, structure = jax.tree.flatten(params, is_leaf=is_followed)
-        if not any(map(is_followed, leaves)):
+        leaves, structure = jax.tree.flatten(params, is_leaf=is_partial)
+        if not any(map(is_partial, leaves)):
             return compute(params, *rest)
 
         def evaluate(closed: ClosedJaxpr, values: list[Any]) -> list[Any]:

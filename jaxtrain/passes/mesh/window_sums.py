@@ -101,6 +101,11 @@ class LastPartial(Followed):
         return Partial(self.value, sums(self.total, self.nonfinite, self.earlier, self.weight), groups)
 
 
+def is_partial(x: Any) -> bool:
+    """Return whether a node of a pytree is a parameter with partial sums."""
+    return isinstance(x, Partial | LastPartial)
+
+
 def _slices(eqn: JaxprEqn, i: int) -> bool:
     """Return whether an equation is a scan that slices operand i."""
     return eqn.primitive.name == "scan" and i >= sum(equations.scan_sizes(eqn))
