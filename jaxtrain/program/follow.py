@@ -7,11 +7,12 @@ at their use.
 """
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.program import equations, rewrite
 
@@ -193,3 +194,24 @@ def uses(traced: Jaxpr, variable: Any, passes: Where, enters: Where = enters) ->
                 yield from uses(inner, inner.invars[i], passes, enters)
             else:
                 yield Use(eqn, i, variable)
+
+
+def sole_sources(
+    traced: Jaxpr, reads: Callable[[JaxprEqn], bool], passes: Callable[[JaxprEqn], bool]
+) -> Iterator[tuple[Any, JaxprEqn]]:
+    """Yield the variables that only certain equations use, with the equations that compute them.
+
+    Args:
+      traced: A jaxpr, which is searched with all jaxprs inside it.
+      reads: Whether an equation is one that uses them.
+      passes: Whether the result of an equation stands for its first operand, which is used in its place.
+    """
+    for jaxpr in equations.nested(traced):
+        producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        read = Counter(map(id, [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]))
+        for v in (v for eqn in jaxpr.eqns if reads(eqn) for v in eqn.invars):
+            while not isinstance(v, Literal) and read[id(v)] == 1 and (eqn := producers.get(v)) is not None:
+                yield v, eqn
+                if not passes(eqn):
+                    break
+                v = eqn.invars[0]

@@ -5,7 +5,6 @@ formula keeps each factor that it multiplies by, in float32: several times the m
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program.follow import sole_sources
 
 RECOMPUTED = "recomputed_in_low_precision"
 _GRADIENTS: "WeakValueDictionary[str, partial[Any]]" = WeakValueDictionary()  # by name in a jaxpr
@@ -61,25 +61,18 @@ def recomputes(eqn: JaxprEqn) -> bool:
 
 
 def rounded_results(traced: Jaxpr, rounds: Callable[[JaxprEqn], bool]) -> Iterator[Var]:
-    """Yield the results of marked functions, in `traced` and in all jaxprs inside it, that are rounded when used.
+    """Return the results of marked functions, in `traced` and in all jaxprs inside it, that are rounded when used.
 
     Args:
       traced: A jaxpr.
       rounds: Whether an equation rounds its float32 operands.
     """
-    uses = Counter(v for v in [*traced.outvars, *(v for e in traced.eqns for v in e.invars)] if isinstance(v, Var))
-    producers = {var: eqn for eqn in traced.eqns for var in eqn.outvars}
-    for eqn in traced.eqns:
-        if rounds(eqn) and all(v.aval.dtype == np.float32 for v in eqn.invars):  # type: ignore[attr-defined]
-            for var in eqn.invars:
-                while isinstance(var, Var) and uses[var] == 1 and (producer := producers.get(var)) is not None:
-                    if recomputes(producer) and len(producer.outvars) == 1:
-                        yield var
-                    if producer.primitive.name not in ("reshape", "transpose"):
-                        break
-                    var = producer.invars[0]
-        for inner in equations.inner_jaxprs(eqn):
-            yield from rounded_results(inner, rounds)
+
+    def rounds_floats(eqn: JaxprEqn) -> bool:
+        return rounds(eqn) and all(v.aval.dtype == np.float32 for v in eqn.invars)  # type: ignore[attr-defined]
+
+    found = sole_sources(traced, rounds_floats, lambda eqn: eqn.primitive.name in ("reshape", "transpose"))
+    return (var for var, eqn in found if recomputes(eqn) and len(eqn.outvars) == 1)
 
 
 def recompute_call(eqn: JaxprEqn, args: Sequence[Any], run: rewrite.Run, result: Any = None) -> list[Any]:

@@ -1,16 +1,16 @@
 """Rewrite low-precision matrix products together with the one operation that uses their result."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.biased_product import biased_product
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program.follow import sole_sources
 from jaxtrain.program.platform import on_gpu
 
 _ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
@@ -47,7 +47,7 @@ def rewrite_products(
     """
 
     def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
-        consumed = set(_consumed(closed.jaxpr, consumes))
+        consumed = {var for var, eqn in sole_sources(closed.jaxpr, consumes, _keeps_columns) if _is_product(eqn)}
 
         def evaluated(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
             del run
@@ -70,27 +70,6 @@ def _multiply(eqn: JaxprEqn) -> Callable[..., jax.Array]:
         return biased_product(rows, kernel, bias, _ROWS_BY_COLUMNS)
 
     return multiply if eqn.primitive.name == "dot_general" else multiply_and_add
-
-
-def _consumed(traced: Jaxpr, consumes: Callable[[JaxprEqn], bool]) -> Iterator[Var]:
-    """Yield the products in `traced`, and in all jaxprs inside it, that only one such equation uses."""
-    producers = {var: eqn for eqn in traced.eqns for var in eqn.outvars}
-    uses = Counter(v for v in [*traced.outvars, *(v for e in traced.eqns for v in e.invars)] if isinstance(v, Var))
-    for eqn in traced.eqns:
-        if consumes(eqn):
-            for var in eqn.invars:
-                yield from _product_of(var, producers, uses)
-        for inner in equations.inner_jaxprs(eqn):
-            yield from _consumed(inner, consumes)
-
-
-def _product_of(var: Any, producers: dict[Var, JaxprEqn], uses: Counter[Var]) -> Iterator[Var]:
-    while not isinstance(var, Literal) and uses[var] == 1 and (eqn := producers.get(var)) is not None:
-        if _is_product(eqn):
-            yield var
-        if not _keeps_columns(eqn):
-            return
-        var = eqn.invars[0]
 
 
 def _keeps_columns(eqn: JaxprEqn) -> bool:
