@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from jaxtrain.passes.numerics.autocast_lists import PRODUCTS
 from jaxtrain.passes.numerics.casts import LOWER_FLOATS, to_dtype
 from jaxtrain.program import equations, rewrite
 from jaxtrain.program.follow import Apply, Followed, follow, is_followed, moves, used
@@ -91,7 +92,7 @@ def _contains_lower_floats(dtype: Any) -> bool:
 
 def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
     del run
-    if eqn.primitive.name in ("conv_general_dilated", "dot_general") and any(
+    if eqn.primitive.name in PRODUCTS - {"ragged_dot_general"} and any(
         is_followed(x) and x.array.dtype != x.dtype for x in args
     ):
         # The backward pass converts again: it would keep the converted operand of every layer.
