@@ -23,9 +23,10 @@ EVALUATIONS = ("eval_jaxpr", "closed_call", "call", "composite", "custom_vmap_ca
 """Primitives that apply a jaxpr to their operands, without a boundary of its own: what differentiation splits off a
 checkpoint ("closed_call", since JAX 0.12 "eval_jaxpr"), and functions with a rule for other compilers or for `vmap`."""
 
-APPLICATIONS = frozenset(
-    {*CALLS, *EVALUATIONS, *CHECKPOINTS, "custom_jvp_call", "custom_vjp_call"},
-)
+DIFFERENTIATED = ("custom_jvp_call", "custom_vjp_call")
+"""Primitives that have a derivative of their own, whose equations are in no jaxpr yet."""
+
+APPLICATIONS = frozenset({*CALLS, *EVALUATIONS, *CHECKPOINTS, *DIFFERENTIATED})
 """Primitives whose results are those of one jaxpr, applied to the same operands."""
 
 HIJAX = "call_hi_primitive"
