@@ -54,13 +54,12 @@ def cpu_products(fn: Callable[..., Any], platform: str | None = None) -> Callabl
 
     def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         del run
-        if eqn.primitive.name == "conv_general_dilated" and _is_small(eqn):
-            return [_convolve_as_product(eqn, *args)]
-        if eqn.primitive.name == "dot_general" and _is_low(eqn):
-            return [_compute_in_float32(eqn, *args)]
-        return None
+        if not _is_slow(eqn):
+            return None
+        compute = _convolve_as_product if _is_convolution(eqn) else _compute_in_float32
+        return [compute(eqn, *args)]
 
-    return _on_a_cpu(fn, rule, platform)
+    return _on_a_cpu(fn, rule, _is_slow, platform)
 
 
 def loop_convolutions(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
@@ -79,14 +78,16 @@ def loop_convolutions(fn: Callable[..., Any], platform: str | None = None) -> Ca
 
     def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         del run
-        return [_convolve_channels_last(eqn, *args)] if eqn.primitive.name == "conv_general_dilated" else None
+        return [_convolve_channels_last(eqn, *args)] if _is_convolution(eqn) else None
 
-    return _on_a_cpu(fn, rule, platform)
+    return _on_a_cpu(fn, rule, _is_convolution, platform)
 
 
-def _on_a_cpu(fn: Callable[..., Any], rule: rewrite.Rule, platform: str | None) -> Callable[..., Any]:
+def _on_a_cpu(
+    fn: Callable[..., Any], rule: rewrite.Rule, where: rewrite.Where, platform: str | None
+) -> Callable[..., Any]:
     """Apply `rule` to `fn` if it is compiled for a CPU."""
-    rewritten = rewrite.transform(fn, rule)
+    rewritten = rewrite.transform(fn, rule, where)
 
     @functools.wraps(fn)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
@@ -94,6 +95,14 @@ def _on_a_cpu(fn: Callable[..., Any], rule: rewrite.Rule, platform: str | None) 
         return (rewritten if (platform or jax.default_backend()) == "cpu" else fn)(*args, **kwargs)
 
     return dispatch
+
+
+def _is_convolution(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "conv_general_dilated"
+
+
+def _is_slow(eqn: JaxprEqn) -> bool:
+    return _is_small(eqn) if _is_convolution(eqn) else eqn.primitive.name == "dot_general" and _is_low(eqn)
 
 
 def _is_low(eqn: JaxprEqn) -> bool:

@@ -24,7 +24,7 @@ EVALUATIONS = ("eval_jaxpr", "closed_call", "call", "composite", "custom_vmap_ca
 checkpoint ("closed_call", since JAX 0.12 "eval_jaxpr"), and functions with a rule for other compilers or for `vmap`."""
 
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
-"""Primitives of functions with a derivative of their own."""
+"""Primitives of functions with a derivative of their own, which is traced when they are differentiated."""
 
 APPLICATIONS = frozenset({*CALLS, *EVALUATIONS, *CHECKPOINTS, *CUSTOM})
 """Primitives whose results are those of one jaxpr, applied to the same operands."""

@@ -19,9 +19,11 @@ def is_gpu(platform: str | None) -> bool:
     return (platform or jax.default_backend()) in _GPU
 
 
-def transform_on_gpu(fn: Callable[..., Any], rule: rewrite.Rule, platform: str | None) -> Callable[..., Any]:
+def transform_on_gpu(
+    fn: Callable[..., Any], rule: rewrite.Rule, platform: str | None, where: rewrite.Where | None = None
+) -> Callable[..., Any]:
     """Apply `rule` to `fn` if it is compiled for a GPU."""
-    return on_gpu(fn, rewrite.transform(fn, rule), platform)
+    return on_gpu(fn, rewrite.transform(fn, rule, where), platform)
 
 
 def on_gpu(fn: Callable[..., Any], rewritten: Callable[..., Any], platform: str | None) -> Callable[..., Any]:

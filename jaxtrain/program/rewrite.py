@@ -23,12 +23,14 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.program.equations import (
+    CUSTOM,
     EVALUATIONS,
     body,
     is_opaque,
     scan_operands,
     scan_sizes,
     while_loop,
+    within,
 )
 from jaxtrain.program.internals import manual_axes, readable_equations, source_info_util
 
@@ -38,9 +40,17 @@ Run = Callable[[Jaxpr, Sequence[Any], Sequence[Any]], list[Any]]
 Rule = Callable[[JaxprEqn, list[Any], Run], Sequence[Any] | None]
 """Returns an equation's outputs, or None to leave it unchanged: `rule(eqn, args, run)`."""
 
+Where = Callable[[JaxprEqn], bool]
+"""Returns whether a rule may change an equation."""
 
-def transform(fn: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
+
+def transform(fn: Callable[..., Any], rule: Rule, where: Where | None = None) -> Callable[..., Any]:
     """Rewrite a function: `rule` may replace every equation of its jaxpr.
+
+    Args:
+      fn: The function.
+      rule: The rule.
+      where: As for `interpret`.
 
     >>> import jax.numpy as jnp
     >>> def sines_to_cosines(eqn, args, run):
@@ -49,7 +59,7 @@ def transform(fn: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
     1.0
     """
 
-    return retrace(fn, lambda closed, leaves: interpret(closed.jaxpr, closed.consts, leaves, rule))
+    return retrace(fn, lambda closed, leaves: interpret(closed.jaxpr, closed.consts, leaves, rule, where))
 
 
 def make_jaxpr(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -78,11 +88,29 @@ def retrace(
     return evaluated
 
 
-def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Rule) -> list[Any]:
-    """Evaluate `jaxpr` under `rule`. Arguments may have other dtypes than it was traced with."""
+def interpret(
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Rule, where: Where | None = None
+) -> list[Any]:
+    """Evaluate `jaxpr` under `rule`.
+
+    Args:
+      jaxpr: The jaxpr.
+      consts: Its constants.
+      args: Its arguments, which may have other dtypes than it was traced with.
+      rule: The rule.
+      where: Whether the rule may change an equation. A higher-order equation with no such equation inside, and no
+        derivative of its own, is bound as it was traced, which takes less time; the rule keeps shapes and dtypes.
+        None for a rule that may change every equation, or dtypes.
+
+    Returns:
+      Its results.
+    """
 
     def run(inner: Jaxpr, inner_consts: Sequence[Any], inner_args: Sequence[Any]) -> list[Any]:
-        return interpret(inner, inner_consts, inner_args, rule)
+        return interpret(inner, inner_consts, inner_args, rule, where)
+
+    def may_change(inner: JaxprEqn) -> bool:
+        return where is None or where(inner) or inner.primitive.name in CUSTOM
 
     consts = consts or getattr(jaxpr, "consts", ())  # since JAX 0.11 a jaxpr that is not called closed may have some
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_in_mode, consts), *args], strict=True))
@@ -90,7 +118,8 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Ru
         inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
         with _source_of(eqn):
             outs = rule(eqn, inputs, run)
-            outs = apply(eqn, inputs, run) if outs is None else outs
+            if outs is None:
+                outs = apply(eqn, inputs, run) if any(map(may_change, within(eqn))) else bind(eqn, inputs)
         env.update(zip(eqn.outvars, outs, strict=True))
         for v in dead:
             del env[v]

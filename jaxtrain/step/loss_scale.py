@@ -275,7 +275,7 @@ class ScaleRule:
         """Return the unscaled gradients and the state after an update."""
         del params
         unscaled = unscale(grads, state.scale)
-        found_inf = ~all_finite(grads, unscaled)
+        found_inf = ~all_finite(grads, optax.tree.norm(unscaled))
         tracker = jnp.where(found_inf, 0, state.growth_tracker + 1)
         grow = tracker == self.growth_interval
         grown = self._clamp(_multiply(state.scale, self.growth_factor))

@@ -2,8 +2,8 @@
 
 On CPUs, where another pass over the gradient is slow, the elements are inspected only if the gradient norm, which is
 computed anyway, is not finite: a norm may also overflow. On GPUs a branch would make the host wait for the device; the
-elements are always inspected there, in a pass over the gradient that the program makes anyway. `norm_of` is the tree
-whose norm is computed anyway: the gradient times a factor, finite only where the gradient is.
+elements are always inspected there, in a pass over the gradient that the program makes anyway. `norm` is the norm that
+is computed anyway: that of the gradient times a factor, finite only where the gradient is.
 """
 
 from typing import Any, NamedTuple
@@ -34,14 +34,14 @@ def none_nonfinite() -> Nonfinite:
     return Nonfinite(jnp.full([], -1, np.int32), jnp.full([], -1, np.int32))
 
 
-def locate_nonfinite(grads: Any, micro_batch: jax.Array | int, norm_of: Any = None) -> Nonfinite:
+def locate_nonfinite(grads: Any, micro_batch: jax.Array | int, norm: jax.Array | None = None) -> Nonfinite:
     """Locate the first leaf of a micro-batch's gradient that holds an inf or a NaN.
 
     >>> location = locate_nonfinite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])}, micro_batch=3)
     >>> int(location.micro_batch), int(location.leaf)
     (3, 1)
     """
-    return location(_finite_gradients(grads, norm_of), micro_batch)
+    return location(_finite_gradients(grads, norm), micro_batch)
 
 
 def location(finite: jax.Array, micro_batch: jax.Array | int) -> Nonfinite:
@@ -50,9 +50,9 @@ def location(finite: jax.Array, micro_batch: jax.Array | int) -> Nonfinite:
     return _select(jnp.all(finite), none_nonfinite(), first)
 
 
-def all_finite(grads: Any, norm_of: Any = None) -> jax.Array:
+def all_finite(grads: Any, norm: jax.Array | None = None) -> jax.Array:
     """Return whether no leaf holds an inf or a NaN, bool[]."""
-    return jnp.all(_finite_gradients(grads, norm_of))
+    return jnp.all(_finite_gradients(grads, norm))
 
 
 def finite_leaves(tree: Any) -> jax.Array:
@@ -94,14 +94,14 @@ def leaf_name(params: Any, leaf: int) -> str:
     return path_name(jax.tree_util.tree_leaves_with_path(params)[leaf][0])
 
 
-def _finite_gradients(grads: Any, norm_of: Any) -> jax.Array:
+def _finite_gradients(grads: Any, norm: jax.Array | None) -> jax.Array:
     """Return which leaves are finite, in the way that is fast on the platform compiled for."""
     leaves = jax.tree.leaves(grads)
 
     def inspect_if_needed(norm: jax.Array) -> jax.Array:
         return lax.cond(jnp.isfinite(norm), lambda: jnp.ones(len(leaves), bool), lambda: finite_leaves(leaves))
 
-    norm = optax.tree.norm(leaves if norm_of is None else norm_of)
+    norm = optax.tree.norm(leaves) if norm is None else norm
     finite: jax.Array = lax.platform_dependent(norm, cpu=inspect_if_needed, default=lambda norm: finite_leaves(leaves))
     return finite
 

@@ -157,7 +157,7 @@ class PerLayerRule(ScaleRule):
         """Return the unscaled gradients and the state after an update in which this was `observed`."""
         del params
         unscaled = unscale(grads, state.scale)
-        found_inf = ~all_finite(grads, unscaled)
+        found_inf = ~all_finite(grads, optax.tree.norm(unscaled))
         overflows = ~(observed.overflow <= 0)  # NaN counts
         outside = found_inf & ~overflows.any()
         bounds = np.float32(self.min_scale), np.float32(self.max_scale)

@@ -156,12 +156,11 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
     of_blocks = {} if gradient.observed.blocks is None else {"observed": gradient.observed.blocks}
     grads, loss_scale = parts.scaler.update(gradient.grads, state.loss_scale, **of_blocks)  # unscales, checks, rescales
     skip = found_inf(loss_scale)
-    nonfinite = gradient.nonfinite
-    if nonfinite is None:
-        nonfinite = locate_nonfinite(gradient.grads, 0, norm_of=grads)
-
     grads, grad_norm = clip_grad_norm(grads, parts.options.clip_norm)
     grads = clip_grad_value(grads, parts.options.clip_value)
+    nonfinite = gradient.nonfinite
+    if nonfinite is None:
+        nonfinite = locate_nonfinite(gradient.grads, 0, grad_norm)
 
     trained, frozen = partition(state.params, parts.options.frozen)
     grads = as_complex(grads, trained)

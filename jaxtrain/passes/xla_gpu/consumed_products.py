@@ -57,7 +57,9 @@ def rewrite_products(
                 return args if eqn.primitive.name == "reshape" else rule(eqn, args)
             return None
 
-        return rewrite.interpret(closed.jaxpr, closed.consts, leaves, evaluated)
+        return rewrite.interpret(
+            closed.jaxpr, closed.consts, leaves, evaluated, lambda eqn: not consumed.isdisjoint(eqn.outvars)
+        )
 
     return on_gpu(fn, rewrite.retrace(fn, evaluate), platform)
 

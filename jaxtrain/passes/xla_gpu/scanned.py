@@ -70,11 +70,7 @@ def save_costly(fn: Callable[..., Any], platform: str | None = None) -> Callable
       [0, 1]
     """
 
-    def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
-        del run
-        return rewrite.HIGHER_ORDER["scan"](eqn, args, _run_scanned) if eqn.primitive.name == "scan" else None
-
-    return transform_on_gpu(fn, rule, platform)
+    return transform_on_gpu(fn, _in_scans(_checkpoint_block, _is_block), platform, _is_block)
 
 
 def fuse_slices(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
@@ -102,23 +98,36 @@ def fuse_slices(fn: Callable[..., Any], platform: str | None = None) -> Callable
       [0, 1]
     """
 
+    return transform_on_gpu(fn, _in_scans(_keep_apart, _is_activation), platform, _is_activation)
+
+
+def _in_scans(rule: rewrite.Rule, where: rewrite.Where) -> rewrite.Rule:
+    """Return a rule that applies another one inside scans."""
+
     def in_scan(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        return rewrite.interpret(body, consts, args, _keep_apart)
+        return rewrite.interpret(body, consts, args, rule, where)
 
-    def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
+    def of_scan(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         del run
-        return rewrite.HIGHER_ORDER["scan"](eqn, args, in_scan) if eqn.primitive.name == "scan" else None
+        is_changed = eqn.primitive.name == "scan" and any(map(where, equations.within(eqn)))
+        return rewrite.HIGHER_ORDER["scan"](eqn, args, in_scan) if is_changed else None
 
-    return transform_on_gpu(fn, rule, platform)
+    return of_scan
+
+
+def _is_activation(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a checkpoint of cheap operations, apart from their forward pass."""
+    if not _is_checkpoint(eqn) or not equations.prevents_cse(eqn):
+        return False
+    are_real = all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars)  # type: ignore[attr-defined]
+    return are_real and all(map(is_cheap, equations.body(eqn).eqns))
 
 
 def _keep_apart(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
     del run
-    if not _is_checkpoint(eqn) or not equations.prevents_cse(eqn):
+    if not _is_activation(eqn):
         return None
     body = equations.body(eqn)
-    if not all(map(is_cheap, body.eqns)) or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in args):
-        return None
 
     def evaluate(*inner: jax.Array) -> list[jax.Array]:
         return rewrite.interpret(body, (), inner, _inline_checkpoints)
@@ -151,16 +160,17 @@ def is_cheap(eqn: JaxprEqn) -> bool:
     return not costly(eqn.primitive, **equations.params(eqn))
 
 
-def _run_scanned(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
-        del run
-        if not equations.is_call(eqn, BLOCK):
-            return None
-        inner = jaxpr_as_fun(equations.body(eqn))
-        # The bodies of the two loops share no computation that XLA could merge.
-        return list(jax.checkpoint(inner, policy=costly, prevent_cse=False)(*args))
+def _is_block(eqn: JaxprEqn) -> bool:
+    return equations.is_call(eqn, BLOCK)
 
-    return rewrite.interpret(body, consts, args, rule)
+
+def _checkpoint_block(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
+    del run
+    if not _is_block(eqn):
+        return None
+    inner = jaxpr_as_fun(equations.body(eqn))
+    # The bodies of the two loops share no computation that XLA could merge.
+    return list(jax.checkpoint(inner, policy=costly, prevent_cse=False)(*args))
 
 
 def _equations(closed: Any) -> list[JaxprEqn]:
