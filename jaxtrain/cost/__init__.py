@@ -24,9 +24,6 @@ from jaxtrain.cost.gpu import find_target as find_target
 from jaxtrain.cost.gpu import gpu_devices as gpu_devices
 from jaxtrain.cost.gpu import group_along as group_along
 from jaxtrain.cost.gpu import target_of as target_of
-from jaxtrain.cost.hlo import LIBRARIES as LIBRARIES
-from jaxtrain.cost.hlo import SourceLines as SourceLines
-from jaxtrain.cost.hlo import short_path as short_path
 from jaxtrain.cost.memory import device_memory as device_memory
 from jaxtrain.cost.memory import peak_memory_bytes
 from jaxtrain.cost.program_memory import StepMemory, memory_per_device

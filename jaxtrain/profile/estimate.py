@@ -9,10 +9,11 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxtrain.cost import LIBRARIES, Ceilings, equation_seconds, executed, short_path
+from jaxtrain.cost import Ceilings, equation_seconds, executed
 from jaxtrain.profile.kinds import kind_of_opcodes
 from jaxtrain.profile.program import ATTENTION
 from jaxtrain.profile.trace import Row, Span, table_rows
+from jaxtrain.program.hlo import LIBRARIES, short_path
 
 # XLA's opcodes of primitives with another name that are not elementwise.
 _OPCODES = {
