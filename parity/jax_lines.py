@@ -9,6 +9,7 @@ from jax.extend.core import JaxprEqn
 
 import jaxtrain
 from jaxtrain.program import record
+from jaxtrain.program.record import Inside
 
 HARNESS = (
     *(Path(__file__).parent, Path(__file__).parent / "oracle"),
@@ -19,9 +20,9 @@ HARNESS = (
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
-def line_of(eqn: JaxprEqn) -> tuple[str, int] | None:
+def line_of(eqn: JaxprEqn, inside: Inside = ()) -> tuple[str, int] | None:
     """Return the line of the model, the loss or the optimizer that an equation comes from."""
-    return record.line_of(eqn, (), is_of_user)
+    return record.line_of(eqn, inside, is_of_user)
 
 
 def libraries() -> tuple[Path, ...]:

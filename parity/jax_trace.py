@@ -23,12 +23,12 @@ from jaxtrain.interop import LAYER
 from jaxtrain.passes import hook
 from jaxtrain.paths import path_name
 from jaxtrain.program import equations
-from jaxtrain.program.record import Inside, line_of, record
+from jaxtrain.program.record import Inside, record
 from jaxtrain.program.rewrite import bind, interpret
 from parity import jax_side
 from parity.case import Case
 from parity.fingerprint import NOISE, Fingerprint, Sources, Trace, fingerprint
-from parity.jax_lines import is_of_user
+from parity.jax_lines import line_of
 from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64
 from parity.record import Tensors
@@ -98,13 +98,8 @@ def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[T
         compute = _program(closed, jax.tree.leaves((fresh, batches[0])))
 
         recorder = _Recorder(_stacked_shapes(case, fresh.params))
-        rule = record(
-            recorder.visit,
-            lift=recorder.given,
-            array=lambda x: _traced(x).value,
-            index=_Traced.layer,
-            stack=_stacked,
-        )
+        of_traced: dict[str, Any] = {"array": lambda x: _traced(x).value, "index": _Traced.layer, "stack": _stacked}
+        rule = record(recorder.visit, lift=recorder.given, **of_traced)
         state = jax.tree.map(_constant, fresh)._replace(
             params=jax.tree.map(recorder.add_input, fresh.params),
             model_state=jax.tree.map(recorder.add_input, fresh.model_state),
@@ -223,7 +218,7 @@ class _Recorder:
 
     def visit(self, eqn: JaxprEqn, given: list[_Traced], inside: Inside) -> list[_Traced]:
         """Evaluate an equation and record its results."""
-        name, where = eqn.primitive.name, Equation(eqn.primitive.name, _line(eqn, inside))
+        name, where = eqn.primitive.name, Equation(eqn.primitive.name, line_of(eqn, inside))
         if self.computed and not any(x.primitive.name in BY_VALUES for x in inside):
             outs = [*map(_array, self.computed.popleft())]
         else:
@@ -238,7 +233,7 @@ class _Recorder:
 
         A conversion that no line of the user's asks for is no use.
         """
-        given, line = _traced(value), _line(eqn, inside)
+        given, line = _traced(value), line_of(eqn, inside)
         if given.all or not _is_number(given.value) or (np.ndim(given.value) and not _computes(line)):
             return given
         x = np.asarray(given.value)
@@ -261,10 +256,6 @@ class _Recorder:
         if not _is_number(value) or not (sources or _computes(where.source)):
             return sources
         return self.trace.add(np.asarray(value), sources, where)
-
-
-def _line(eqn: JaxprEqn, inside: Inside) -> tuple[str, int] | None:
-    return line_of(eqn, inside, is_of_user)
 
 
 def _computes(line: tuple[str, int] | None) -> bool:

@@ -27,8 +27,7 @@ def executed(jaxpr: Jaxpr, cost: Callable[[JaxprEqn], float], times: int = 1) ->
         often = times * equations.trip_count(eqn) if name == "scan" else times
         inner = [[*executed(body, cost, often)] for body in equations.inner_jaxprs(eqn)]
         parts = max(inner, key=total) if name == "cond" else [*chain.from_iterable(inner)]
-        # Reductions and sorts also contain a jaxpr, of two scalars, which costs less than they do. Equal costs of a call
-        # and of what it contains differ by rounding.
+        # Reductions and sorts contain a jaxpr of two scalars, which costs less. Equal costs differ by rounding.
         if name in ("scan", "cond") or (inner and own * times <= (1 + 1e-9) * total(parts)):
             yield from parts
         else:

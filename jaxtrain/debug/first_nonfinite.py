@@ -108,13 +108,8 @@ class NonfiniteTracer:
           The results, in the program's order.
         """
         args = [self._argument(name, self._widen(x)) for name, x in arguments.items()]
-        rule = record(
-            self._computed,
-            lift=lambda x, *_: self._traced(x),
-            array=lambda x: self._traced(x).value,
-            index=_slice,
-            stack=self._stacked,
-        )
+        of_traced: dict[str, Any] = {"array": lambda x: self._traced(x).value, "index": _slice, "stack": self._stacked}
+        rule = record(self._computed, lift=lambda x, *_: self._traced(x), **of_traced)
         return [self._traced(x) for x in interpret(closed.jaxpr, closed.consts, args, rule)]
 
     def origin(self, result: TracedValue) -> list[NonfiniteValue]:

@@ -5,7 +5,6 @@ The time of each operation of the jaxpr is estimated by `jaxtrain.cost.roofline`
 
 from collections import Counter, defaultdict
 from functools import partial
-from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -14,6 +13,7 @@ from jaxtrain.profile.kinds import kind_of_opcodes
 from jaxtrain.profile.program import ATTENTION
 from jaxtrain.profile.trace import Row, Span, table_rows
 from jaxtrain.program.hlo import LIBRARIES, short_path
+from jaxtrain.program.record import frames_of
 
 # XLA's opcodes of primitives with another name that are not elementwise.
 _OPCODES = {
@@ -66,9 +66,7 @@ def estimate_table(step: Jaxpr, device: Ceilings, steps: int, top: int = 3) -> l
 
 
 def _span(eqn: JaxprEqn) -> Span:
-    name = eqn.primitive.name
-    traceback = eqn.source_info.traceback
-    frames: list[Any] = [] if traceback is None else traceback.frames
+    name, frames = eqn.primitive.name, frames_of(eqn)
     kind = kind_of_opcodes({_OPCODES.get(name, name.replace("_", "-"))})
     functions = {frame.function_name.rpartition(".")[2] for frame in frames}
     if kind in ("matmul", "elementwise") and not ATTENTION.isdisjoint(functions):

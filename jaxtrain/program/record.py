@@ -24,7 +24,7 @@ def record(
     array: Callable[[Any], Any] | None = None,
     **slices: Callable[..., Any],
 ) -> Rule:
-    """Return a rule that hands every equation to `visit`, through functions and loops.
+    """Return a rule for `transform` or `interpret` that evaluates a program for those who look at its values.
 
     Functions are evaluated in place and scans step by step, so that each layer of a model has values of its own.
 
@@ -35,24 +35,22 @@ def record(
       array: Returns the array that decides a `while` or a `cond`; None to visit these as a whole.
       **slices: `index` and `stack` of `unroll_scan`.
 
-    Returns:
-      The rule, for `transform` or `interpret`.
-
     Example:
       >>> import jax
       >>> from jaxtrain.program.rewrite import bind, transform
       >>> def visit(eqn, args, inside):
-      ...     print(eqn.primitive.name, *args, "inside", [of.primitive.name for of in inside])
+      ...     print(eqn.primitive.name, *args, "in", [outer.primitive.name for outer in inside])
       ...     return bind(eqn, args)
-      >>> doubled_twice = lambda x: jax.lax.scan(lambda c, _: (c * 2.0, None), x, length=2)[0]
-      >>> _ = transform(doubled_twice, record(visit))(3.0)
-      mul 3.0 2.0 inside ['scan']
-      mul 6.0 2.0 inside ['scan']
+      >>> _ = transform(lambda x: jax.lax.scan(lambda c, _: (c * 2.0, None), x, length=2)[0], record(visit))(3.0)
+      mul 3.0 2.0 in ['scan']
+      mul 6.0 2.0 in ['scan']
     """
     inside: list[JaxprEqn] = []
 
     def contents(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any] | None:
         name = eqn.primitive.name
+        if is_one(eqn):
+            return None
         if name in APPLICATIONS:
             return evaluate_inner(equations.body(eqn), args, run)
         if name == "scan":
@@ -67,7 +65,7 @@ def record(
         values = [lift(x, eqn, inside) for x in args]
         inside.append(eqn)
         try:
-            outs = None if is_one(eqn) else contents(eqn, values, run)
+            outs = contents(eqn, values, run)
         finally:
             inside.pop()
         return visit(eqn, values, inside) if outs is None else outs
@@ -76,15 +74,8 @@ def record(
 
 
 def line_of(eqn: JaxprEqn, inside: Inside, is_user: Callable[[str], bool]) -> tuple[str, int] | None:
-    """Return the innermost user line of an equation, as (file, number); for a derivative, that of the original one.
-
-    Args:
-      eqn: The equation.
-      inside: What it is in.
-      is_user: Whether a file is one of the user's.
-    """
-    traceback, calls = eqn.source_info.traceback, [x for x in inside if x.primitive.name in APPLICATIONS]
-    frames: list[Any] = [] if traceback is None else traceback.frames
+    """Return the innermost line of a file that `is_user` accepts; for a derivative, that of the original operation."""
+    frames, calls = frames_of(eqn), [x for x in inside if x.primitive.name in APPLICATIONS]
     if calls:
         # JAX traces a jitted function once: beyond the function itself, the frames are those of its first caller.
         name = equations.label(calls[-1])
@@ -92,3 +83,9 @@ def line_of(eqn: JaxprEqn, inside: Inside, is_user: Callable[[str], bool]) -> tu
         frames = frames[: names.index(name) + 1] if name in names else []
     line = next(((frame.file_name, frame.line_num) for frame in frames if is_user(frame.file_name)), None)
     return line_of(calls[-1], calls[:-1], is_user) if line is None and calls else line
+
+
+def frames_of(eqn: JaxprEqn) -> list[Any]:
+    """Return the frames in which an equation was traced, innermost first."""
+    traceback = eqn.source_info.traceback
+    return [] if traceback is None else traceback.frames
