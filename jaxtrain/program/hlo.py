@@ -189,7 +189,7 @@ def parse_hlo(hlo: str) -> tuple[dict[str, Computation], str]:
         elif inside:
             found = _INSTRUCTION.match(text)
             if found is None:
-                raise ValueError(f"not an instruction of a compiled program: {text[:200]}")
+                raise ValueError(f"not an instruction of a compiled program: {text.strip()[:200]}")
             root, name, *rest = found.groups()
             bodies[inside][name] = Instruction(name, *rest)
             if root:
