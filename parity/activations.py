@@ -16,9 +16,9 @@ from jax.extend.core import JaxprEqn
 from torch.utils._pytree import tree_leaves
 
 from jaxtrain.passes import KERNEL, policy
-from jaxtrain.program import equations
-from jaxtrain.program.equations import APPLICATIONS, is_call
-from jaxtrain.program.rewrite import Run, bind, evaluate_inner, transform, unroll_scan
+from jaxtrain.program.equations import is_call
+from jaxtrain.program.record import Inside, record
+from jaxtrain.program.rewrite import bind, transform
 from jaxtrain.step import micro_batch_key, validated
 from parity import jax_side, torch_side
 from parity.bars import FIRST_BAR, RATIO_BAR
@@ -188,30 +188,23 @@ def _jax_values(
 
 def _recorded(fn: Callable[..., Any], made: list[_Computed], wanted: Collection[int] | None) -> Callable[..., Any]:
     """Make `fn` return its intermediate values; scans are unrolled, so that each layer has its own values."""
-    lines: list[Line | None] = []
 
     def recorded(*args: Any) -> list[Any]:
         found: list[Any] = []
         made.clear()
 
-        def rule(eqn: JaxprEqn, args: list[Any], run: Run) -> Sequence[Any]:
-            name = eqn.primitive.name
-            if name == "scan":
-                return unroll_scan(eqn, args, run)
-            if name in APPLICATIONS and not is_call(eqn, KERNEL):
-                # A function that JAX traced for an earlier caller has the lines of that caller.
-                lines.append(line_of(eqn) or (lines[-1] if lines else None))
-                outs = evaluate_inner(equations.body(eqn), args, run)
-                lines.pop()
-                return outs
+        def visit(eqn: JaxprEqn, args: list[Any], inside: Inside) -> Sequence[Any]:
             outs = bind(eqn, args)
+            name = eqn.primitive.name
             if name != "convert_element_type" and jnp.issubdtype(outs[0].dtype, jnp.floating):
                 if wanted is None or len(made) in wanted:
                     found.append(outs[0])
-                made.append(_Computed(name, outs[0].shape, line_of(eqn) or (lines[-1] if lines else None)))
+                # A function that JAX traced for an earlier caller has the lines of that caller.
+                at = next((line for x in (eqn, *reversed(inside)) if (line := line_of(x))), None)
+                made.append(_Computed(name, outs[0].shape, at))
             return outs
 
-        transform(fn, rule)(*args)
+        transform(fn, record(visit, is_one=lambda eqn: is_call(eqn, KERNEL)))(*args)
         return found
 
     return recorded

@@ -4,11 +4,12 @@ import functools
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 from jax.extend.core import JaxprEqn
 
 import jaxtrain
+from jaxtrain.program import record
+from jaxtrain.program.record import Inside
 
 HARNESS = (
     *(Path(__file__).parent, Path(__file__).parent / "oracle"),
@@ -19,15 +20,9 @@ HARNESS = (
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
-def line_of(eqn: JaxprEqn) -> tuple[str, int] | None:
+def line_of(eqn: JaxprEqn, inside: Inside = ()) -> tuple[str, int] | None:
     """Return the line of the model, the loss or the optimizer that an equation comes from."""
-    return next(((frame.file_name, frame.line_num) for frame in frames_of(eqn) if is_of_user(frame.file_name)), None)
-
-
-def frames_of(eqn: JaxprEqn) -> list[Any]:
-    """Frames of the traced program, innermost first."""
-    traceback = eqn.source_info.traceback
-    return [] if traceback is None else traceback.frames
+    return record.line_of(eqn, inside, is_of_user)
 
 
 def libraries() -> tuple[Path, ...]:

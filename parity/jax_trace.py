@@ -23,12 +23,12 @@ from jaxtrain.interop import LAYER
 from jaxtrain.passes import hook
 from jaxtrain.paths import path_name
 from jaxtrain.program import equations
-from jaxtrain.program.equations import APPLICATIONS
-from jaxtrain.program.rewrite import Run, bind, evaluate_inner, interpret, run_while, unroll_scan
+from jaxtrain.program.record import Inside, record
+from jaxtrain.program.rewrite import bind, interpret
 from parity import jax_side
 from parity.case import Case
 from parity.fingerprint import NOISE, Fingerprint, Sources, Trace, fingerprint
-from parity.jax_lines import frames_of, is_of_user
+from parity.jax_lines import line_of
 from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64
 from parity.record import Tensors
@@ -38,6 +38,8 @@ MAX_BYTES = 1 << 30
 """Size up to which the results of all equations are computed at once; those of a larger program one after another."""
 STEP = Path(jaxtrain.__file__).parent / "step"
 """The training step, which converts constants of the loss but computes none."""
+BY_VALUES = ("while", "cond")
+"""Primitives of loops and branches that depend on values."""
 GRADIENT = "gradient of "
 """Prefix of the names of the parameters' gradients."""
 RANDOM = ("philox", "random_", "rng_", "threefry")
@@ -96,6 +98,8 @@ def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[T
         compute = _program(closed, jax.tree.leaves((fresh, batches[0])))
 
         recorder = _Recorder(_stacked_shapes(case, fresh.params))
+        of_traced: dict[str, Any] = {"array": lambda x: _traced(x).value, "index": _Traced.layer, "stack": _stacked}
+        rule = record(recorder.visit, lift=recorder.given, **of_traced)
         state = jax.tree.map(_constant, fresh)._replace(
             params=jax.tree.map(recorder.add_input, fresh.params),
             model_state=jax.tree.map(recorder.add_input, fresh.model_state),
@@ -107,7 +111,7 @@ def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[T
             if compute is not None:
                 recorder.computed = deque(compute(*(_traced(x).value for x in inputs)))
             parameters, recorder.gradients = _by_torch_name(case, state.params), {}
-            outs = interpret(closed.jaxpr, closed.consts, inputs, recorder.rule)
+            outs = interpret(closed.jaxpr, closed.consts, inputs, rule)
             state, metrics = jax.tree.unflatten(jax.tree.structure(shapes), map(_traced, outs))
             loss = metrics["loss"].all
             # The step divides the total by the weight at the very end.
@@ -151,7 +155,7 @@ def _by_torch_name(case: Case, params: Any) -> dict[str, Sources]:
 def _program(closed: ClosedJaxpr, inputs: Sequence[Any]) -> Callable[..., list[list[Any]]] | None:
     """Compile a function from the inputs to the results of every equation, in the order in which they are recorded.
 
-    Loops and branches that depend on values are equations of their own.
+    Equations in loops and branches that depend on values are not among them.
 
     Returns:
       The function; None if the results would take more than `MAX_BYTES`.
@@ -160,15 +164,13 @@ def _program(closed: ClosedJaxpr, inputs: Sequence[Any]) -> Callable[..., list[l
     def compute(*inputs: Any) -> list[list[Any]]:
         computed: list[list[Any]] = []
 
-        def rule(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
-            if eqn.primitive.name in APPLICATIONS:
-                return evaluate_inner(equations.body(eqn), args, run)
-            if eqn.primitive.name == "scan":
-                return unroll_scan(eqn, args, run)
-            computed.append(bind(eqn, args))
-            return computed[-1]
+        def visit(eqn: JaxprEqn, args: list[Any], _: Inside) -> list[Any]:
+            outs = bind(eqn, args)
+            if eqn.primitive.name not in BY_VALUES:
+                computed.append(outs)
+            return outs
 
-        interpret(closed.jaxpr, closed.consts, inputs, rule)
+        interpret(closed.jaxpr, closed.consts, inputs, record(visit))
         return computed
 
     traced = jit(compute).trace(*inputs)
@@ -200,7 +202,6 @@ class _Recorder:
     def __init__(self, stacked_shapes: Collection[tuple[int, ...]]) -> None:
         self.trace: Trace[Equation] = Trace()
         self.stacked_shapes = stacked_shapes
-        self.calls: list[tuple[str, tuple[str, int] | None]] = []
         self.constants: dict[Any, _Traced] = {}
         self.computed: deque[list[Any]] | None = None
         self.gradients: dict[str, Any] = {}
@@ -215,44 +216,24 @@ class _Recorder:
         """Record an array of the batch."""
         return _Traced(value, (self.trace.add_batch(np.asarray(value)),))
 
-    def rule(self, eqn: JaxprEqn, args: list[Any], run: Run) -> list[_Traced]:
+    def visit(self, eqn: JaxprEqn, given: list[_Traced], inside: Inside) -> list[_Traced]:
         """Evaluate an equation and record its results."""
-        given = [self._given(x, eqn) for x in args]
-        name = eqn.primitive.name
-        if name in APPLICATIONS:
-            self.calls.append((equations.label(eqn), self._line(eqn)))
-            try:
-                return evaluate_inner(equations.body(eqn), given, run)
-            finally:
-                self.calls.pop()
-        if name == "scan":
-            return unroll_scan(eqn, given, _with_values(run), index=_Traced.layer, stack=_stacked)
-        computed = self.computed.popleft() if self.computed else None
-        if name in ("while", "cond"):
-            return self._inside(eqn, given, run)
-        where = Equation(name, self._line(eqn))
-        outs = bind(eqn, [x.value for x in given]) if computed is None else map(_array, computed)
+        name, where = eqn.primitive.name, Equation(eqn.primitive.name, line_of(eqn, inside))
+        if self.computed and not any(x.primitive.name in BY_VALUES for x in inside):
+            outs = [*map(_array, self.computed.popleft())]
+        else:
+            outs = bind(eqn, [x.value for x in given])
         if name == "name" and equations.label(eqn).startswith(GRADIENT):
             self.gradients[equations.label(eqn).removeprefix(GRADIENT)] = given[0].value
             return given
         return [self._recorded(out, given, where) for out in outs]
 
-    def _inside(self, eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
-        """Evaluate a loop or a branch that depends on values; the program computed its results only."""
-        rest, self.computed = self.computed, None
-        try:
-            if eqn.primitive.name == "while":
-                return run_while(eqn, args, _with_values(run), lambda x: bool(x.value))
-            return evaluate_inner(equations.branches(eqn)[int(args[0].value)], args[1:], run)
-        finally:
-            self.computed = rest
-
-    def _given(self, value: Any, eqn: JaxprEqn) -> _Traced:
+    def given(self, value: Any, eqn: JaxprEqn, inside: Inside) -> _Traced:
         """An argument; an array that the program closes over is recorded where it is first used, a number as an input.
 
         A conversion that no line of the user's asks for is no use.
         """
-        given, line = _traced(value), self._line(eqn)
+        given, line = _traced(value), line_of(eqn, inside)
         if given.all or not _is_number(given.value) or (np.ndim(given.value) and not _computes(line)):
             return given
         x = np.asarray(given.value)
@@ -270,16 +251,6 @@ class _Recorder:
             layers = (_union(x.of_layer(i) for x in given) for i in range(len(value)))
             return _Traced(value, tuple(self._add(x, given, where) for x, given in zip(value, layers, strict=True)))
         return _Traced(value, (whole,))
-
-    def _line(self, eqn: JaxprEqn) -> tuple[str, int] | None:
-        """The line of the equation; a derivative has that of the differentiated function."""
-        frames, outer = frames_of(eqn), None
-        if self.calls:
-            # JAX traces a jitted function once: frames outside of it are those of its first caller.
-            name, outer = self.calls[-1]
-            names = [frame.function_name.rpartition(".")[2] for frame in frames]
-            frames = frames[: names.index(name) + 1] if name in names else []
-        return next(((frame.file_name, frame.line_num) for frame in frames if is_of_user(frame.file_name)), outer)
 
     def _add(self, value: Any, sources: Sources, where: Equation) -> Sources:
         if not _is_number(value) or not (sources or _computes(where.source)):
@@ -322,11 +293,8 @@ def _stacked_shapes(case: Case, params: Any) -> set[tuple[int, ...]]:
     return {leaf.shape for path, leaf in leaves if LAYER in table.params[path_name(path)].name}
 
 
-def _with_values(run: Run) -> Run:
-    return lambda *body: [_traced(x) for x in run(*body)]
-
-
-def _stacked(layers: Sequence[_Traced], _: Any) -> _Traced:
-    values = [y.value for y in layers]
+def _stacked(layers: Sequence[Any], _: Any) -> _Traced:
+    traced = [*map(_traced, layers)]
+    values = [y.value for y in traced]
     stack = (np if isinstance(values[0], np.ndarray) else jnp).stack(values)
-    return _Traced(stack, tuple(y.all for y in layers))
+    return _Traced(stack, tuple(y.all for y in traced))

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import drawn_mask, draws_mask
 from jaxtrain.program import equations
-from jaxtrain.program.equations import APPLICATIONS, is_call
-from jaxtrain.program.rewrite import Run, bind, evaluate_inner, transform, unroll_scan
+from jaxtrain.program.equations import is_call
+from jaxtrain.program.record import Inside, record
+from jaxtrain.program.rewrite import bind, transform
 from jaxtrain.step import LossFn, micro_batch_key, validated
 from parity.case import Case
 from parity.jax_lines import line_of
@@ -101,19 +102,22 @@ def dropout_mask_fn(
     def masks(params: Any, batch: Any, rng: Any, model_state: Any) -> list[jax.Array]:
         found: list[jax.Array] = []
 
-        def rule(eqn: JaxprEqn, args: list[Any], run: Run) -> Sequence[Any]:
-            if not _draws(eqn):
-                return bind(eqn, args)
+        def visit(eqn: JaxprEqn, args: list[Any], _: Inside) -> Sequence[Any]:
             if draws_mask(eqn):
                 drawn(eqn)
                 found.append(drawn_mask(eqn, args))
-                return bind(eqn, args)
-            if _is_draw(eqn):
+            elif _is_draw(eqn):
                 drawn(eqn)
                 found.extend(outs := bind(eqn, args))
                 return outs
-            return _inlined(eqn, args, run)
+            elif _draws(eqn):
+                name = eqn.primitive.name
+                raise UserError(
+                    f"a dropout mask is drawn inside {name}, where PyTorch cannot use it: use scan, or no loop"
+                )
+            return bind(eqn, args)
 
+        rule = record(visit, is_one=lambda eqn: _is_draw(eqn) or not _draws(eqn))
         transform(validated(loss_fn), rule)(params, batch, rng, model_state)
         return found
 
@@ -288,16 +292,6 @@ def _is_draw(eqn: JaxprEqn) -> bool:
 
 def _draws(eqn: JaxprEqn) -> bool:
     return any(_is_draw(inner) or draws_mask(inner) for inner in equations.within(eqn))
-
-
-def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
-    """Evaluate the equation inline, so that masks drawn in it are visible outside."""
-    name = eqn.primitive.name
-    if name == "scan":
-        return unroll_scan(eqn, args, run)
-    if name not in APPLICATIONS:
-        raise UserError(f"a dropout mask is drawn inside {name}, where PyTorch cannot use it: use scan, or no loop")
-    return evaluate_inner(equations.body(eqn), args, run)
 
 
 def _fill(noise: torch.Tensor, mask: np.ndarray, func: Any) -> torch.Tensor:

@@ -12,7 +12,8 @@ from jaxtrain.cost.data_sheets import ceilings as ceilings
 from jaxtrain.cost.data_sheets import find_gpu as find_gpu
 from jaxtrain.cost.data_sheets import known_ceilings as known_ceilings
 from jaxtrain.cost.data_sheets import utilization_note as utilization_note
-from jaxtrain.cost.flops import equation_flops as equation_flops
+from jaxtrain.cost.executed import executed as executed
+from jaxtrain.cost.flops import count_flops as count_flops
 from jaxtrain.cost.flops import flops as flops
 from jaxtrain.cost.gpu import SHARE_OF_PEAK as SHARE_OF_PEAK
 from jaxtrain.cost.gpu import Buffer as Buffer
@@ -23,12 +24,10 @@ from jaxtrain.cost.gpu import find_target as find_target
 from jaxtrain.cost.gpu import gpu_devices as gpu_devices
 from jaxtrain.cost.gpu import group_along as group_along
 from jaxtrain.cost.gpu import target_of as target_of
-from jaxtrain.cost.hlo import LIBRARIES as LIBRARIES
-from jaxtrain.cost.hlo import SourceLines as SourceLines
-from jaxtrain.cost.hlo import short_path as short_path
 from jaxtrain.cost.memory import device_memory as device_memory
 from jaxtrain.cost.memory import peak_memory_bytes
 from jaxtrain.cost.program_memory import StepMemory, memory_per_device
+from jaxtrain.cost.roofline import equation_seconds as equation_seconds
 from jaxtrain.cost.roofline import estimate_seconds as estimate_seconds
 
 __all__ = ["StepMemory", "memory_per_device", "peak_memory_bytes"]

@@ -6,13 +6,12 @@ devices, each sends (n−1)/n of the result of an all-gather or of the operand o
 that for an all-reduce, and the whole operand of a collective-permute. A ragged all-to-all counts as an all-to-all that
 divides evenly the rows of its operand, or those of its result if these are fewer.
 
-The HLO proto (`compiled.runtime_executable().hlo_modules()[0]`) is not used, neither here nor in
-`jaxtrain.profile.program` and `jaxtrain.cpu.workspace`. It contains what the text contains: replica groups, stack
-frames, trip counts (as JSON). But no light package provides its Python schema: tensorflow 2.21.0 does (a wheel of 274
-MB), xprof 2.24.2 and tensorflow-protobuf 2.11.0 do not, and `HloModule` of jaxlib 0.10 has only names, opcodes and
-operands. A vendored schema (22 kB of descriptors, and protobuf) would replace the patterns, but not the expansion of
-replica groups. A schema older than jaxlib drops new fields silently, and no groups mean all devices; here unknown
-groups are an error.
+The HLO proto (`compiled.runtime_executable().hlo_modules()[0]`) is not used. It contains what the text contains:
+replica groups, stack frames, trip counts (as JSON). But no light package provides its Python schema: tensorflow 2.21.0
+does (a wheel of 274 MB), xprof 2.24.2 and tensorflow-protobuf 2.11.0 do not, and `HloModule` of jaxlib 0.10 has only
+names, opcodes and operands. A vendored schema (22 kB of descriptors, and protobuf) would replace the patterns, but not
+the expansion of replica groups. A schema older than jaxlib drops new fields silently, and no groups mean all devices;
+here unknown groups are an error.
 """
 
 import math
@@ -24,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtrain.cost.hlo import Computation, Instruction, parse_hlo, parse_numbers
+from jaxtrain.program.hlo import Computation, Instruction, parse_hlo, parse_numbers
 
 
 class Traffic(NamedTuple):

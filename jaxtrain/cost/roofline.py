@@ -5,6 +5,7 @@ which most are fused away. The estimate compares variants of one function; it do
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,9 +13,9 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxtrain.cost.data_sheets import Ceilings
+from jaxtrain.cost.executed import executed, total
 from jaxtrain.cost.flops import equation_flops
 from jaxtrain.program import equations
-from jaxtrain.program.equations import inner_jaxprs
 
 FUSED = 8
 """Elementwise results fused into one kernel, which writes one of them to memory."""
@@ -34,19 +35,12 @@ def estimate_seconds(jaxpr: Jaxpr, device: Ceilings) -> float:
       >>> round(estimate_seconds(powers(6), CPU) / estimate_seconds(powers(2), CPU), 6)
       3.0
     """
-    return sum(_equation_seconds(eqn, device) for eqn in jaxpr.eqns)
+    return total(executed(jaxpr, partial(equation_seconds, device=device)))
 
 
-def _equation_seconds(eqn: JaxprEqn, device: Ceilings) -> float:
-    inner = [estimate_seconds(jaxpr, device) for jaxpr in inner_jaxprs(eqn)]
-    if eqn.primitive.name == "scan":
-        return equations.trip_count(eqn) * sum(inner)
-    if eqn.primitive.name == "cond":
-        return max(inner)
+def equation_seconds(eqn: JaxprEqn, device: Ceilings) -> float:
+    """Estimate the seconds of an equation, without those of the jaxprs in its parameters."""
     written = sum(map(_bytes, eqn.outvars))
-    if any(inner):
-        # Reductions and sorts have a jaxpr of two scalars: for them the bytes written count instead.
-        return max(sum(inner), written / FUSED / device.bandwidth)
     flops = equation_flops(eqn)
     if not flops:
         return written / FUSED / device.bandwidth

@@ -12,11 +12,9 @@ operand: 16 MiB for [64, 512] x [512, 8192] in float32.
 import math
 import re
 
-_ITEM = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
-_COMPUTATION = re.compile(r"^%?([\w.-]+) \(.*\{$", re.M)
-_CALL = re.compile(r"kind=kCustom, calls=%?([\w.-]+),.*__ynn_fusion")
-_VALUE = re.compile(r"%?([\w.-]+) = (\w+)\[([\d,]*)\]")
-_CONVOLUTION = re.compile(r"\bconvolution\(%?([\w.-]+), %?([\w.-]+)\), window=\{(.*?)\}, dim_labels=(\w+)_")
+from jaxtrain.program.hlo import Computation, Instruction, element_bytes, parse_hlo
+
+_CONVOLUTION = re.compile(r"window=\{(.*?)\}, dim_labels=(\w+)_")
 
 
 def cpu_workspace(hlo: str) -> int:
@@ -28,36 +26,26 @@ def cpu_workspace(hlo: str) -> int:
     Returns:
       Bytes; 0 for a program that is not for the CPU.
     """
-    called = set(_CALL.findall(hlo))
-    if not called:
-        return 0
-    parts = _COMPUTATION.split(hlo)[1:]
-    bodies = (body for name, body in zip(parts[::2], parts[1::2], strict=True) if name in called)
-    return max(_convolution(body.partition("\n}")[0]) for body in bodies)
+    computations, _ = parse_hlo(hlo)
+    instructions = (x for computation in computations.values() for x in computation.instructions.values())
+    bodies = (computations[name] for x in instructions if "__ynn_fusion" in x.attributes for name in x.fused)
+    return max(
+        (_convolution(x, y) for y in bodies for x in y.instructions.values() if x.opcode == "convolution"), default=0
+    )
 
 
-def _convolution(body: str) -> int:
-    found = _CONVOLUTION.search(body)
+def _convolution(x: Instruction, body: Computation) -> int:
+    found = _CONVOLUTION.search(x.attributes)
     if found is None:
-        return 0
-    values = _values(body)
-    (item, shape), (kernel_item, kernel) = values[found[1]], values[found[2]]
-    window = dict(part.split("=") for part in found[3].split())
-    axes = sorted(axis for axis in found[4] if axis.isdecimal())
-    sizes = [shape[found[4].index(axis)] for axis in axes]
+        raise ValueError(f"a convolution without window and dim_labels: {x.attributes[:200]}")
+    image, kernel = (body.instructions[name].results[0] for name in x.operand_names)
+    window = dict(part.split("=") for part in found[1].split())
+    axes = sorted(axis for axis in found[2] if axis.isdecimal())
+    sizes = [image.shape[found[2].index(axis)] for axis in axes]
     dilated = [
         (n - 1) * int(d) + 1
         for n, d in zip(sizes, window.get("lhs_dilate", "x".join("1" * len(sizes))).split("x"), strict=True)
     ]
     pads = [sum(map(int, pad.split("_"))) for pad in window.get("pad", "x".join(["0_0"] * len(sizes))).split("x")]
-    padded = math.prod(n + pad for n, pad in zip(dilated, pads, strict=True)) * math.prod(shape) // math.prod(sizes)
-    return item * padded + kernel_item * math.prod(kernel)
-
-
-def _values(body: str) -> dict[str, tuple[int, list[int]]]:
-    """Return (bytes of an element, shape) of every array by name."""
-    return {name: (_ITEM.get(kind, 4), _shape(shape)) for name, kind, shape in _VALUE.findall(body)}
-
-
-def _shape(written: str) -> list[int]:
-    return [int(n) for n in written.split(",") if n]
+    padded = math.prod(n + pad for n, pad in zip(dilated, pads, strict=True)) * image.size // math.prod(sizes)
+    return int(element_bytes(image.dtype) * padded + kernel.size_bytes)

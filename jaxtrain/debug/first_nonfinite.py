@@ -24,7 +24,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.rewrite import Run, bind, cast_like, evaluate_inner, interpret, run_while, unroll_scan
+from jaxtrain.program.record import Inside, line_of, record
+from jaxtrain.program.rewrite import bind, cast_like, interpret
 
 # Computed outside JAX in the dtypes they declare, or defined on the bits of a number: not lifted to float64.
 _AS_TRACED = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call", "bitcast_convert_type"})
@@ -95,7 +96,6 @@ class NonfiniteTracer:
     def __init__(self, *, wide: bool = False) -> None:
         self.nonfinite: list[NonfiniteValue] = []
         self._wide = wide
-        self._calls: list[tuple[str, str]] = []
 
     def run(self, closed: ClosedJaxpr, arguments: dict[str, Any]) -> list[TracedValue]:
         """Evaluate a program.
@@ -108,7 +108,9 @@ class NonfiniteTracer:
           The results, in the program's order.
         """
         args = [self._argument(name, self._widen(x)) for name, x in arguments.items()]
-        return [self._traced(x) for x in interpret(closed.jaxpr, closed.consts, args, self._rule)]
+        of_traced: dict[str, Any] = {"array": lambda x: self._traced(x).value, "index": _slice, "stack": self._stacked}
+        rule = record(self._computed, lift=lambda x, *_: self._traced(x), **of_traced)
+        return [self._traced(x) for x in interpret(closed.jaxpr, closed.consts, args, rule)]
 
     def origin(self, result: TracedValue) -> list[NonfiniteValue]:
         """Return where the non-finite elements of a result arose: a NaN, preceded by the inf it was computed from."""
@@ -148,53 +150,29 @@ class NonfiniteTracer:
     def _widen(self, x: Any) -> Any:
         return _to_float64(x) if self._wide else x
 
-    def _rule(self, eqn: JaxprEqn, args: list[Any], run: Run) -> list[TracedValue]:
-        inputs, name = [self._traced(x) for x in args], eqn.primitive.name
-        if name in equations.APPLICATIONS:
-            self._calls.append((equations.label(eqn), self._line(eqn)))
-            try:
-                return evaluate_inner(equations.body(eqn), inputs, run)
-            finally:
-                self._calls.pop()
+    def _stacked(self, slices: Sequence[Any], _: Any) -> TracedValue:
+        traced = [self._traced(y) for y in slices]
+        return TracedValue(jnp.stack([y.value for y in traced]), frozenset[int]().union(*(y.sources for y in traced)))
 
-        def traced(*body: Any) -> list[TracedValue]:
-            return [self._traced(x) for x in run(*body)]
-
-        if name == "scan":
-            return unroll_scan(eqn, inputs, traced, index=_slice, stack=_stack)
-        if name == "while":
-            return run_while(eqn, inputs, traced, lambda x: bool(x.value))
-        if name == "cond":
-            return evaluate_inner(equations.branches(eqn)[int(inputs[0].value)], inputs[1:], run)
+    def _computed(self, eqn: JaxprEqn, inputs: list[TracedValue], inside: Inside) -> list[TracedValue]:
         values = [x.value for x in inputs]
         outs = _in_float64(eqn, values) if self._wide else bind(eqn, values)
-        return [self._output(eqn, inputs, out) for out in outs]
+        return [self._output(eqn, inputs, out, inside) for out in outs]
 
-    def _output(self, eqn: JaxprEqn, inputs: Sequence[TracedValue], out: Any) -> TracedValue:
+    def _output(self, eqn: JaxprEqn, inputs: Sequence[TracedValue], out: Any, inside: Inside) -> TracedValue:
         if _is_finite(out):
             return TracedValue(out)
+        line = line_of(eqn, inside, _is_user_file)
         found = NonfiniteValue(
             operation=eqn.primitive.name,
             value=describe_array(out),
             has_nan=_has_nan(out),
             arose=all(_is_finite(x.value) for x in inputs),
-            line=self._line(eqn),
+            line=_source_line(*line) if line else "",
             inputs=tuple(describe_array(x.value) for x in inputs),
             sources=frozenset[int]().union(*(x.sources for x in inputs)),
         )
         return self._record(found, out)
-
-    def _line(self, eqn: JaxprEqn) -> str:
-        """Return the innermost user line of the equation; for a derivative, the line of the original operation."""
-        traceback = eqn.source_info.traceback
-        frames: list[Any] = [] if traceback is None else traceback.frames
-        outer = ""
-        if self._calls:
-            # JAX traces a jitted function once: beyond the function itself, the frames are those of its first caller.
-            name, outer = self._calls[-1]
-            names = [frame.function_name.rpartition(".")[2] for frame in frames]
-            frames = frames[: names.index(name) + 1] if name in names else []
-        return next((_source_line(f.file_name, f.line_num) for f in frames if _is_user_file(f.file_name)), outer)
 
 
 def describe_array(x: Any) -> str:
@@ -278,10 +256,6 @@ def _has_nan(x: Any) -> bool:
 def _slice(x: TracedValue, i: int) -> TracedValue:
     value = lax.index_in_dim(x.value, i, keepdims=False)
     return TracedValue(value, x.sources if x.sources and not _is_finite(value) else frozenset())
-
-
-def _stack(slices: Sequence[TracedValue], _: Any) -> TracedValue:
-    return TracedValue(jnp.stack([y.value for y in slices]), frozenset[int]().union(*(y.sources for y in slices)))
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from jaxtrain.export.onnx_operators import OPERATORS, unsupported
 from jaxtrain.models.attention import FORWARD, as_formula
 from jaxtrain.program import equations
 from jaxtrain.program.equations import APPLICATIONS
+from jaxtrain.program.record import frames_of
 from jaxtrain.program.rewrite import bind, make_jaxpr, unroll_scan
 
 MAX_BYTES = 2**31 - 1
@@ -153,9 +154,7 @@ def _convert(graph: Graph, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence
 
 def _line(eqn: JaxprEqn) -> str:
     """Return the source line of an equation outside of JAX, as " at file:line"; empty if it is unknown."""
-    traceback = eqn.source_info.traceback
-    frames: list[Any] = [] if traceback is None else traceback.frames
-    outside = (frame for frame in frames if not frame.file_name.startswith(_JAX))
+    outside = (frame for frame in frames_of(eqn) if not frame.file_name.startswith(_JAX))
     return next((f" at {frame.file_name}:{frame.line_num}" for frame in outside), "")
 
 

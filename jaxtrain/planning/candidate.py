@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxtrain.cost import Ceilings, GpuProgram, GpuTarget, equation_flops, estimate_seconds
+from jaxtrain.cost import Ceilings, GpuProgram, GpuTarget, count_flops, estimate_seconds
 from jaxtrain.cpu.workspace import cpu_workspace
 from jaxtrain.distributed import make_mesh, parse_mesh, run_devices, run_mesh, shard
 from jaxtrain.planning.gpu import gpu_program, window_shapes
@@ -79,7 +79,7 @@ def compile_candidate(recipe: Recipe, task: Task, device: Ceilings, devices: Seq
         peak_bytes=peak_bytes(program),
         # The state is donated, and is all that is aliased.
         state_bytes=int(program.memory_analysis().alias_size_in_bytes),
-        flops=sum(map(equation_flops, jaxpr.eqns)),
+        flops=count_flops(jaxpr),
         seconds=estimate_seconds(jaxpr, device),
         compile_s=elapsed,
     )
@@ -111,7 +111,7 @@ def compile_for_target(recipe: Recipe, task: Task, target: GpuTarget) -> Candida
         recipe,
         peak_bytes=program.peak_bytes,
         state_bytes=program.alias_bytes,
-        flops=sum(map(equation_flops, jaxpr.eqns)) // max(1, math.prod(program.mesh.values())),
+        flops=count_flops(jaxpr) // max(1, math.prod(program.mesh.values())),
         seconds=program.seconds,
         compile_s=time.perf_counter() - begin,
         program=program,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxtrain.cost import Ceilings, Communication, communication, equation_flops, estimate_seconds
+from jaxtrain.cost import Ceilings, Communication, communication, count_flops, estimate_seconds
 from jaxtrain.distributed import AXES, DATA, PIPELINE, data_parallel_size, make_mesh, parse_mesh, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.passes import Schedule
@@ -259,7 +259,7 @@ class Scaling:
         task = alone.task()
         step = training_step(alone, task)
         jaxpr = jax.make_jaxpr(step.pure)(abstract_state(step, task), abstract_batch(alone, task)).jaxpr
-        return sum(map(equation_flops, jaxpr.eqns)), estimate_seconds(jaxpr, self._device)
+        return count_flops(jaxpr), estimate_seconds(jaxpr, self._device)
 
 
 def _memory(state: Any, gradients: int, window: Any, program: Any) -> DeviceMemory:

@@ -4,17 +4,16 @@ The time of each operation of the jaxpr is estimated by `jaxtrain.cost.roofline`
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxtrain.cost import LIBRARIES, Ceilings, estimate_seconds, short_path
+from jaxtrain.cost import Ceilings, equation_seconds, executed
 from jaxtrain.profile.kinds import kind_of_opcodes
 from jaxtrain.profile.program import ATTENTION
 from jaxtrain.profile.trace import Row, Span, table_rows
-from jaxtrain.program import equations
-from jaxtrain.program.equations import inner_jaxprs
+from jaxtrain.program.hlo import LIBRARIES, short_path
+from jaxtrain.program.record import frames_of
 
 # XLA's opcodes of primitives with another name that are not elementwise.
 _OPCODES = {
@@ -59,32 +58,15 @@ def estimate_table(step: Jaxpr, device: Ceilings, steps: int, top: int = 3) -> l
     """
     nanoseconds: dict[Span, float] = defaultdict(float)
     counts: Counter[Span] = Counter()
-    for operation, once, times in _operations(step, device, steps):
+    for eqn, once, times in executed(step, partial(equation_seconds, device=device), steps):
+        operation = _span(eqn)
         nanoseconds[operation] += 1e9 * once * times
         counts[operation] += times
     return table_rows(nanoseconds, counts, top)
 
 
-def _operations(jaxpr: Jaxpr, device: Ceilings, times: int) -> Iterator[tuple[Span, float, int]]:
-    """Yield each operation, the seconds of one run and the number of runs; containers count as their contents."""
-    for eqn in jaxpr.eqns:
-        inner, often, once = inner_jaxprs(eqn), times, estimate_seconds(jaxpr.replace(eqns=[eqn]), device)
-        if eqn.primitive.name == "scan":
-            often = times * equations.trip_count(eqn)
-        elif eqn.primitive.name == "cond":
-            inner = [max(inner, key=lambda branch: estimate_seconds(branch, device))]
-        # Reductions and sorts also contain a jaxpr, of two scalars, which costs less than they do.
-        if inner and once * times <= sum(estimate_seconds(body, device) for body in inner) * often:
-            for body in inner:
-                yield from _operations(body, device, often)
-        else:
-            yield _span(eqn), once, times
-
-
 def _span(eqn: JaxprEqn) -> Span:
-    name = eqn.primitive.name
-    traceback = eqn.source_info.traceback
-    frames: list[Any] = [] if traceback is None else traceback.frames
+    name, frames = eqn.primitive.name, frames_of(eqn)
     kind = kind_of_opcodes({_OPCODES.get(name, name.replace("_", "-"))})
     functions = {frame.function_name.rpartition(".")[2] for frame in frames}
     if kind in ("matmul", "elementwise") and not ATTENTION.isdisjoint(functions):

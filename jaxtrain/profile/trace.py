@@ -163,7 +163,7 @@ def time_table(trace: Path, hlo: str, top: int = 3) -> list[Row]:
 
     Args:
       trace: The trace, as returned by `newest_trace`.
-      hlo: Text of the compiled step.
+      hlo: Text of the compiled step; if it is empty, kinds are derived from names.
       top: Number of operations per row.
 
     Returns:
@@ -174,7 +174,8 @@ def time_table(trace: Path, hlo: str, top: int = 3) -> list[Row]:
         # Python 3.12 warns that types created lazily by jaxlib have no module.
         warnings.simplefilter("ignore", DeprecationWarning)
         data = jax.profiler.ProfileData.from_file(str(trace))
-        spans = [*_operations(data, operations(hlo), hlo.partition(",")[0].removeprefix("HloModule "))]
+        program = operations(hlo) if hlo else {}
+        spans = [*_operations(data, program, hlo.partition(",")[0].removeprefix("HloModule "))]
         annotations = [*_annotations(data)]
     window = [span for span in annotations if span.name == STEPS]
     if not spans or not window:

@@ -7,8 +7,8 @@ import pytest
 from jaxtrain.cost import GpuProgram, find_target
 from jaxtrain.cost.gpu.buffers import peak_buffers
 from jaxtrain.cost.gpu.overlap import overlap
-from jaxtrain.cost.hlo import SourceLines
 from jaxtrain.errors import UserError
+from jaxtrain.program.hlo import SourceLines
 
 H100 = find_target("h100")
 TRIPS = ', backend_config={"known_trip_count":{"n":"4"}}'

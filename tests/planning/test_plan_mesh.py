@@ -179,6 +179,10 @@ def test_invalid_programs_raise_an_error():
         communication("HloModule nothing", {"data": 2})
     with pytest.raises(ValueError, match="a collective without replica_groups"):
         communication(program("%y = f32[8]{0} all-gather(%x), dimensions={0}"), {"data": 2})
+    with pytest.raises(ValueError, match="not an instruction of a compiled program: %y = all-gather"):
+        communication(program("%y = all-gather(%x), replica_groups={}"), {"data": 2})
+    with pytest.raises(ValueError, match="r has a type of another format"):
+        communication(program("%r = f32[<=8]{0} all-gather(%x), replica_groups={}"), {"data": 2})
 
 
 def floats(tree):

@@ -187,6 +187,20 @@ def test_the_estimated_table_divides_the_roofline_estimate():
     assert of_slow.seconds == pytest.approx(2 * of_fast.seconds, rel=1e-9)
 
 
+def test_nested_loops_count_as_their_contents():
+    """Sums of equal costs in another order differ in their last bits."""
+
+    def inner(x, _):
+        return jnp.tanh(x @ x), None
+
+    def outer(x, _):
+        return jax.lax.scan(inner, x, length=3)[0], None
+
+    traced = jax.make_jaxpr(lambda x: jax.lax.scan(outer, x, length=5)[0])(jnp.ones((96, 96))).jaxpr
+    found = [(top.name, top.count) for row in estimate_table(traced, CPU, steps=10) for top in row.top]
+    assert found == [("dot_general", 150), ("tanh", 150)]
+
+
 def test_xprof_opens_the_trace(tmp_path):
     xspace = pytest.importorskip("xprof.convert.raw_to_tool_data")
     program, args = compiled_step()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from jaxtrain.cost.gpu.launches import Program, result_bytes
-from jaxtrain.cost.hlo import Array, Computation, Instruction, SourceLines
+from jaxtrain.program.hlo import Array, Computation, Instruction, SourceLines
 
 # Instructions whose result is their operand, or a part of it.
 _ALIASES = {"bitcast", "opt-barrier", "get-tuple-element", "tuple", "while"}

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxtrain.cost.hlo import Computation, Instruction, parse_hlo
+from jaxtrain.program.hlo import Computation, Instruction, parse_hlo
 
 # Instructions without a kernel; those with computations contain launches instead.
 NO_KERNEL = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple", "after-all", "opt-barrier"}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxtrain.cost.gpu.launches import NO_KERNEL, PRODUCTS, Program, is_collective, launch_kind
-from jaxtrain.cost.hlo import Computation, Instruction
+from jaxtrain.program.hlo import Computation, Instruction
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxtrain.cost.gpu.launches import PRODUCTS, Program, launch_kind
-from jaxtrain.cost.hlo import Array, Computation, Instruction, parse_numbers
+from jaxtrain.program.hlo import Array, Computation, Instruction, parse_numbers
 
 _CONTRACTED = re.compile(r'"?lhs_contracting_dim(?:ension)?s"?[=:][\[{]([\d",]*)[\]}]')
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")

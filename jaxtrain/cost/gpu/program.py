@@ -16,7 +16,7 @@ from jaxtrain.cost.gpu.overlap import Overlap, Transfer, overlap, transfers
 from jaxtrain.cost.gpu.products import Product, products
 from jaxtrain.cost.gpu.target import COMPILER_OPTIONS, GpuTarget, compilation_for_gpus
 from jaxtrain.cost.gpu.timeline import Timeline
-from jaxtrain.cost.hlo import Instruction, SourceLines
+from jaxtrain.program.hlo import Instruction, SourceLines
 
 SHARE_OF_PEAK = 0.75
 """Share of the peak rate that a predicted product reaches."""

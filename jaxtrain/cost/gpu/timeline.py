@@ -14,7 +14,7 @@ from typing import NamedTuple
 from jaxtrain.cost.communication import Traffic, traffic_of
 from jaxtrain.cost.gpu.launches import Program, is_collective
 from jaxtrain.cost.gpu.overlap import collective_of
-from jaxtrain.cost.hlo import Instruction
+from jaxtrain.program.hlo import Instruction
 
 Price = Callable[[Traffic], float]
 """The seconds that one collective takes."""

@@ -1,6 +1,6 @@
 """Equality of jaxprs, up to names and the order of independent equations and of what calls and loops take."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -90,16 +90,7 @@ def _closed(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 def _count(jaxpr: Any) -> int:
     """Return the number of equations in a jaxpr and those inside it, without calls and constants."""
-    inner = sum(_count(x) for eqn in jaxpr.eqns for x in _inner(tuple(equations.params(eqn).values())))
-    return inner + sum(eqn.primitive.name not in (*APPLICATIONS, "iota") for eqn in jaxpr.eqns)
-
-
-def _inner(value: Any) -> Iterator[Any]:
-    if hasattr(value, "eqns"):
-        yield _closed(value)[0]
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _inner(item)
+    return sum(eqn.primitive.name not in (*APPLICATIONS, "iota") for eqn in equations.visit(jaxpr))
 
 
 def _constant(value: Any) -> int:

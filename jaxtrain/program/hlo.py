@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from jaxtrain.program import most_times
+from jaxtrain.program.loops import most_times
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\(([^)]*)\)(.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(?:body|condition|to_apply|calls|(?:true|false)_computation)=%?([\w.-]+)")
 _BODY = re.compile(r"\bbody=%?([\w.-]+)")
+_FUSED = re.compile(r"\bcalls=%?([\w.-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{(.*?)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
@@ -75,7 +76,10 @@ class Instruction:
     @cached_property
     def results(self) -> tuple[Array, ...]:
         """The arrays of the result; those of a tuple in order."""
-        return tuple(Array(dtype, tuple(parse_numbers(shape))) for dtype, shape in _ARRAY.findall(self.shape))
+        found = _ARRAY.findall(self.shape)
+        if len(found) != self.shape.count("["):
+            raise ValueError(f"{self.name} has a type of another format: {self.shape}")
+        return tuple(Array(dtype, tuple(parse_numbers(shape))) for dtype, shape in found)
 
     @property
     def transferred(self) -> tuple[Array, ...]:
@@ -101,6 +105,11 @@ class Instruction:
     def body(self) -> list[str]:
         """Name of the body of a loop, in a list."""
         return _BODY.findall(self.attributes)
+
+    @property
+    def fused(self) -> list[str]:
+        """Name of the computation that a fusion or an asynchronous instruction consists of, in a list."""
+        return _FUSED.findall(self.attributes)
 
     @property
     def trips(self) -> int | None:
@@ -175,7 +184,12 @@ def parse_hlo(hlo: str) -> tuple[dict[str, Computation], str]:
             inside = header[2]
             bodies[inside] = {}
             entry = inside if header[1] else entry
-        elif inside and (found := _INSTRUCTION.match(text)):
+        elif text.startswith("}"):
+            inside = ""
+        elif inside:
+            found = _INSTRUCTION.match(text)
+            if found is None:
+                raise ValueError(f"not an instruction of a compiled program: {text.strip()[:200]}")
             root, name, *rest = found.groups()
             bodies[inside][name] = Instruction(name, *rest)
             if root:
@@ -235,4 +249,4 @@ def parse_numbers(listed: str) -> list[int]:
 def element_bytes(dtype: str) -> float:
     """Return the bytes of an element: 4 for "f32", 1 for "f8e4m3fn" and "pred", 0.5 for "s4"."""
     bits = re.search(r"\d+", dtype)
-    return int(bits[0]) / 8 if bits else float(dtype == "pred")
+    return int(bits[0]) / 8 if bits else {"pred": 1.0, "token": 0.0, "opaque": 0.0}[dtype]
