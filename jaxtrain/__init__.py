@@ -22,6 +22,7 @@ The map of the package. Each line may import only from the lines above it (`test
     cost                    FLOPs, roofline, memory, communication
     distributed             meshes, sharding, processes
     run                     Recipe and Task: what a user's own run and a built-in one both are
+    torch_internals         the private names of PyTorch in use, each with a probe
     torch_import            any `torch.nn.Module` as a pure function
     recipes                 the built-in runs
     profile                 profiler traces and estimates

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.extend.core import JaxprEqn
-from torch.utils._pytree import tree_leaves
 
 from jaxtrain.passes import KERNEL, policy
 from jaxtrain.program.equations import is_call
 from jaxtrain.program.record import Inside, record
 from jaxtrain.program.rewrite import bind, transform
 from jaxtrain.step import micro_batch_key, validated
+from jaxtrain.torch_internals import pytree
 from parity import jax_side, torch_side
 from parity.bars import FIRST_BAR, RATIO_BAR
 from parity.case import Case
@@ -156,7 +156,7 @@ def _torch_outputs(case: Case, precision: str, accumulate: int, seed: int) -> Te
 
 
 def _keep(outputs: Tensors, name: str, out: Any) -> None:
-    tensors = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    tensors = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     if tensors:
         outputs.setdefault(name, tensors[0].detach().to(torch.float64, copy=True).numpy())
 

@@ -34,7 +34,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
     elif not (value is None or isinstance(value, bool | int | float | complex | str)):
-        from torch.utils import _pytree
+        from jaxtrain.torch_internals import pytree
 
-        if node := _pytree.SUPPORTED_NODES.get(type(value)):
+        if node := pytree.SUPPORTED_NODES.get(type(value)):
             yield from enumerate(node.flatten_fn(value)[0])

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import torch
 from jax.extend.core import JaxprEqn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import drawn_mask, draws_mask
@@ -22,6 +21,7 @@ from jaxtrain.program.equations import is_call
 from jaxtrain.program.record import Inside, record
 from jaxtrain.program.rewrite import bind, transform
 from jaxtrain.step import LossFn, micro_batch_key, validated
+from jaxtrain.torch_internals import TorchDispatchMode, disable_current_modes
 from parity.case import Case
 from parity.jax_lines import line_of
 from parity.jax_side import arrays
@@ -240,7 +240,7 @@ def _own_draw(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     if func in (aten.rand.default, aten.randn.default):
         kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
-    with _disable_current_modes():
+    with disable_current_modes():
         narrow = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
         drawn = func(*narrow, **kwargs)
         if func._schema.is_mutable:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from jaxtrain.torch_internals import pytree
 from parity.case import Batch, Case
 from parity.oracle.in_torch import InFloat64
 from parity.selections import Selections, caller
@@ -47,13 +47,13 @@ class _Watch(TorchFunctionMode):
                     self.selections.add(what, *at, condition.numpy(force=True))
         results = func(*args, **kwargs)
         if self._is_trained((args, kwargs)):
-            for x in tree_leaves((results, args[:1] if func is Tensor.__setitem__ else None)):
+            for x in pytree.tree_leaves((results, args[:1] if func is Tensor.__setitem__ else None)):
                 if isinstance(x, Tensor):
                     self.trained[x] = True
         return results
 
     def _is_trained(self, values: Any) -> bool:
-        return any(isinstance(x, Tensor) and (x.requires_grad or x in self.trained) for x in tree_leaves(values))
+        return any(isinstance(x, Tensor) and (x.requires_grad or x in self.trained) for x in pytree.tree_leaves(values))
 
 
 def _where(condition: Tensor, *values: Any) -> Conditions:

@@ -19,13 +19,17 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
-from torch._decomp import get_decompositions
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from jaxtrain.torch_internals import (
+    TorchDispatchMode,
+    current_autograd_node,
+    get_decompositions,
+    next_sequence_number,
+    pytree,
+)
 from parity import torch_side
 from parity.case import Case
 from parity.fingerprint import Fingerprint, Sources, Trace, fingerprint
@@ -226,7 +230,7 @@ class _Recorder(TorchDispatchMode):
         return outs
 
     def _record(self, func: Any, name: str, args: Any, kwargs: Any, outs: Any) -> None:
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is not None and self.stage == "forward" and not _in_loss():
             self.stage = "backward"
             self.outputs["loss", ""] = self.last
@@ -234,15 +238,15 @@ class _Recorder(TorchDispatchMode):
             self.stage = "clip"
         where = self._where(name, node)
         if node is None:
-            self.forward[torch.autograd._get_sequence_nr() - 1] = where
+            self.forward[next_sequence_number() - 1] = where
         filled = name.removeprefix("aten.").startswith(FILLED) or name.endswith("_like")
-        given = () if filled else tree_leaves((args, kwargs))
+        given = () if filled else pytree.tree_leaves((args, kwargs))
         sources: Sources = frozenset().union(*(self._given(x, where) for x in given))
         written = _written(func, args, kwargs)
         for tensor in written:
             self._write(tensor, self._add(tensor, sources, where))
         changed = {id(tensor) for tensor in written}
-        for tensor in tree_leaves(outs):
+        for tensor in pytree.tree_leaves(outs):
             if isinstance(tensor, Tensor) and id(tensor) not in changed:
                 made = self._add(tensor, sources, where)
                 self.last = made or self.last  # the gradient of the loss, ones, is made before the backward pass
@@ -313,7 +317,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
-            written.extend(x for x in tree_leaves(given) if isinstance(x, Tensor))
+            written.extend(x for x in pytree.tree_leaves(given) if isinstance(x, Tensor))
     return written
 
 

@@ -38,6 +38,7 @@ ORDER = (
         "cost",
         "distributed",
         "run",
+        "torch_internals",
         "torch_import",
         "recipes",
         "profile",

@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from jaxtrain.debug.doctor import TESTED_JAX
+from jaxtrain.debug.doctor import TESTED_JAX, TESTED_TORCH
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -61,5 +61,6 @@ def test_the_commands_of_the_readme_install_the_pinned_versions():
     assert all(command.startswith("-c constraints.txt ") for command in installs)
 
 
-def test_doctor_advises_the_pinned_version_of_jax():
-    assert pins(f"{sys.version_info.major}.{sys.version_info.minor}")["jax"] == TESTED_JAX
+def test_doctor_advises_the_pinned_versions():
+    pinned = pins(f"{sys.version_info.major}.{sys.version_info.minor}")
+    assert (pinned["jax"], pinned["torch"]) == (TESTED_JAX, TESTED_TORCH)

@@ -8,15 +8,21 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from jaxtrain.errors import UserError
 from jaxtrain.user_cache import user_cache
+
+if TYPE_CHECKING:
+    from jaxtrain.program.internals import Internal
 
 TESTED_JAX = "0.10.1" if sys.version_info < (3, 12) else "0.12.0.1"
 """The version of JAX in constraints.txt."""
+TESTED_TORCH = "2.13.0"
+"""The version of PyTorch in constraints.txt."""
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 DRIVER = Path("/proc/driver/nvidia/version")
 SHARED_MEMORY = Path("/dev/shm")
@@ -214,17 +220,33 @@ def collectives() -> Iterator[Finding]:
 
 def internals() -> Iterator[Finding]:
     """Check that JAX still has the private names that this package uses."""
-    import jax
+    from jaxtrain.program.internals import INTERNALS
 
-    from jaxtrain.program.internals import INTERNALS, missing_internals
+    yield _internals("jax", INTERNALS)
 
-    missing = missing_internals()
-    if missing:
+
+def torch_internals() -> Iterator[Finding]:
+    """Check that PyTorch, if it is installed, still has the private names that this package uses."""
+    if not installed_versions(("torch",)):
+        return
+    try:
+        from jaxtrain.torch_internals import INTERNALS
+    except UserError as error:
+        yield Finding("torch internals", "problem", str(error), f"pip install torch=={TESTED_TORCH}")
+        return
+    yield _internals("torch", INTERNALS)
+
+
+def _internals(library: str, listed: "Sequence[Internal]") -> Finding:
+    from jaxtrain.program.internals import missing_internals
+
+    name, version = f"{library} internals", importlib.metadata.version(library)
+    if missing := missing_internals(listed):
         names = "; ".join(f"{internal.name} (used by {internal.used_by})" for internal in missing)
-        fix = f"install the JAX version that jaxtrain is tested with: pip install jax=={TESTED_JAX}"
-        yield Finding("JAX internals", "problem", f"jax {jax.__version__} lacks {names}", fix)
-    else:
-        yield Finding("JAX internals", "fine", f"all {len(INTERNALS)} are present in jax {jax.__version__}")
+        tested = {"jax": TESTED_JAX, "torch": TESTED_TORCH}[library]
+        fix = f"install the version that jaxtrain is tested with: pip install {library}=={tested}"
+        return Finding(name, "problem", f"{library} {version} lacks {names}", fix)
+    return Finding(name, "fine", f"all {len(listed)} are present in {library} {version}")
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
@@ -238,6 +260,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     cache,
     collectives,
     internals,
+    torch_internals,
 )
 
 

@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -184,12 +184,12 @@ _rewrite, _processes, _fused = "program.rewrite", "distributed.processes", "mode
 
 
 class Internal(NamedTuple):
-    """One thing that JAX does not promise.
+    """One thing that a library does not promise.
 
     Attributes:
       name: What is used, as it is spelled in the code.
       used_by: The module that depends on it.
-      probe: Returns whether the installed JAX has it; may raise where it has not.
+      probe: Returns whether the installed version has it; may raise where it has not.
     """
 
     name: str
@@ -197,10 +197,10 @@ class Internal(NamedTuple):
     probe: Callable[[], bool]
 
 
-def missing_internals() -> list[Internal]:
-    """Return the internals that the installed JAX lacks.
+def missing_internals(internals: Sequence[Internal]) -> list[Internal]:
+    """Return the internals that the installed JAX, or another library, lacks.
 
-    >>> missing_internals()
+    >>> missing_internals(INTERNALS)
     []
     """
 
@@ -210,10 +210,11 @@ def missing_internals() -> list[Internal]:
         except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration):
             return True
 
-    return [internal for internal in INTERNALS if is_missing(internal)]
+    return [internal for internal in internals if is_missing(internal)]
 
 
-def _has(owner: Callable[[], Any], *names: str) -> Callable[[], bool]:
+def has(owner: Callable[[], Any], *names: str) -> Callable[[], bool]:
+    """Return a probe of attributes."""
     return lambda: all(hasattr(owner(), name) for name in names)
 
 
@@ -354,17 +355,17 @@ INTERNALS: tuple[Internal, ...] = (
     Internal(
         "jax._src.source_info_util.current_name_stack, user_context",
         _rewrite,
-        _has(lambda: source_info_util, "current_name_stack", "user_context"),
+        has(lambda: source_info_util, "current_name_stack", "user_context"),
     ),
     Internal(
         "jax._src.distributed.global_state.client, process_id, num_processes",
         _processes,
-        _has(lambda: distributed.global_state, "client", "process_id", "num_processes"),
+        has(lambda: distributed.global_state, "client", "process_id", "num_processes"),
     ),
     Internal(
         "DistributedRuntimeClient.key_value_set, key_value_dir_get, blocking_key_value_get, wait_at_barrier",
         _processes,
-        _has(
+        has(
             lambda: importlib.import_module("jax._src.lib")._jax.DistributedRuntimeClient,
             *("key_value_set", "key_value_dir_get", "blocking_key_value_get", "wait_at_barrier"),
         ),
@@ -372,19 +373,19 @@ INTERNALS: tuple[Internal, ...] = (
     Internal(
         "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version",
         "cost.gpu.target",
-        _has(lambda: fused_attention, "check_cudnn_version"),
+        has(lambda: fused_attention, "check_cudnn_version"),
     ),
     Internal("JaxprEqn.source_info.traceback.frames", "program.record", _traceback_frames),
     Internal("Tracer.primal, parent.primitive, parent.in_tracers, val.val", "step.means", _parents_are_recorded),
     Internal("JaxprEqn.source_info.name_stack.stack", _rewrite, _name_stack_parts),
     Internal(f"jax._src.config.{', '.join(OF_HIJAX)}", _rewrite, _flags_are_known),
-    Internal("JaxprEqn.ctx.manager", _rewrite, _has(lambda: _equation().ctx, "manager")),
+    Internal("JaxprEqn.ctx.manager", _rewrite, has(lambda: _equation().ctx, "manager")),
     Internal(
         "Primitive.bind, get_bind_params, multiple_results",
         _rewrite,
-        _has(lambda: _equation().primitive, "bind", "get_bind_params", "multiple_results"),
+        has(lambda: _equation().primitive, "bind", "get_bind_params", "multiple_results"),
     ),
-    Internal("ShapedArray.to_tangent_aval", _rewrite, _has(lambda: jax.typeof(jnp.ones(3)), "to_tangent_aval")),
+    Internal("ShapedArray.to_tangent_aval", _rewrite, has(lambda: jax.typeof(jnp.ones(3)), "to_tangent_aval")),
     _has_params("jit|pjit", jax.jit(jnp.sin), "jaxpr", "name", "in_shardings", "out_shardings", "inline"),
     _has_params("checkpoint|remat2", jax.checkpoint(jnp.sin), "jaxpr", "policy", "prevent_cse"),
     Internal("eval_jaxpr[call_jaxpr] or closed_call[call_jaxpr]", _rewrite, _parts_are_readable),
@@ -424,12 +425,12 @@ INTERNALS: tuple[Internal, ...] = (
     Internal(
         "dispatch.prim_requires_devices_during_lowering",
         _fused,
-        _has(lambda: _dispatch, "prim_requires_devices_during_lowering"),
+        has(lambda: _dispatch, "prim_requires_devices_during_lowering"),
     ),
     Internal(
         "mlir.LoweringParameters.for_export",
         "models.attention.primitives",
-        _has(lambda: _private("interpreters.mlir").LoweringParameters, "for_export"),
+        has(lambda: _private("interpreters.mlir").LoweringParameters, "for_export"),
     ),
     _has_params("custom_jvp_call", _with_jvp, "call_jaxpr", "num_consts", "jvp_jaxpr_fun"),
     _is_callable("custom_jvp_call", _with_jvp, "jvp_jaxpr_fun"),

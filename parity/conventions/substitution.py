@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from jaxtrain.torch_internals import DisableTorchFunction
 from parity.conventions.calls import Arguments, bound, called
 from parity.conventions.operations import OperationConvention
 
@@ -76,7 +77,7 @@ class Substitution(TorchFunctionMode):
             self.entered.append(names.get(module, type(module).__name__))
 
         def leave(module: torch.nn.Module, args: Any, out: Any) -> Any:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 found = written_out(module, args, out)
                 replaced = self._replaced(found[1]) if found and self._replaces(found[0]) else None
             self.entered.pop()

@@ -4,9 +4,9 @@ import functools
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from jaxtrain.errors import UserError
+from jaxtrain.torch_internals import TorchDispatchMode
 from parity.oracle.literal import written_number
 
 aten = torch.ops.aten

@@ -14,9 +14,10 @@ from jaxtrain.interop import (
     linear_from_heads,
     linear_to_heads,
 )
+from jaxtrain.torch_internals import Convolution
 
 Shape = tuple[int, ...]
-Convolution = torch.nn.modules.conv._ConvNd
+Convolution = Convolution
 OWNERS = (torch.nn.Linear, Convolution)
 """Modules whose weight has its axes in another order in JAX."""
 

@@ -11,7 +11,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.cost.flops import flops
 from jaxtrain.program.equations import visit
-from jaxtrain.program.internals import OF_HIJAX, _config, missing_internals
+from jaxtrain.program.internals import INTERNALS, OF_HIJAX, _config, missing_internals
 from tests.passes.test_control_flow import in_custom_jvp, in_custom_vjp, in_nest, in_part_of_checkpoint
 
 FLAGS = [name for name in OF_HIJAX if hasattr(_config, name)]
@@ -86,9 +86,9 @@ def test_a_function_under_autocast_is_the_same(fn):
 
 
 def test_the_doctor_finds_the_same_internals():
-    before = missing_internals()
+    before = missing_internals(INTERNALS)
     with switched(FLAGS, True):
-        assert missing_internals() == before
+        assert missing_internals(INTERNALS) == before
 
 
 @pytest.mark.skipif(not hasattr(clipped, "defremat"), reason="defremat is new in JAX 0.12")

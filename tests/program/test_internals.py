@@ -26,7 +26,7 @@ def test_a_missing_internal_is_reported_by_the_doctor(monkeypatch):
 
     missing = Internal("scan[ft_in]", "program.rewrite", lambda: {}["ft_in"])
     monkeypatch.setattr(internals, "INTERNALS", (*INTERNALS, missing))
-    assert missing_internals() == [missing]
+    assert missing_internals(internals.INTERNALS) == [missing]
     (found,) = doctor.internals()
     assert found.status == "problem"
     assert f"jax {jax.__version__} lacks scan[ft_in] (used by program.rewrite)" in str(found)
@@ -46,6 +46,26 @@ def private_imports(path):
             for name in names
             if name.split(".")[0] in ("jax", "jaxlib") and any(part.startswith("_") for part in name.split("."))
         )
+
+
+def test_the_installed_pytorch_has_every_internal_in_use():
+    torch_internals = pytest.importorskip("jaxtrain.torch_internals", exc_type=ImportError)
+    assert not missing_internals(torch_internals.INTERNALS)
+
+
+def test_private_names_of_pytorch_are_read_in_one_place():
+    """`torch.….__file__` and the like are public; so is what is private of objects that are not PyTorch's modules."""
+    private = re.compile(r"torch(\.\w+)*\._(?!_)\w+")
+    found = []
+    for path in FILES:
+        if path.name == "torch_internals.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [f"{path}:{node.lineno}: {name}" for name in names if private.fullmatch(name)]
+    assert not found, "\n".join(found)
 
 
 def test_private_modules_of_jax_are_imported_in_one_place():

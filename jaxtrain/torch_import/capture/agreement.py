@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from jaxtrain.torch_import.capture.carried import CARRYING, Attribute, started
 from jaxtrain.torch_import.capture.convert import Leaf
@@ -39,6 +38,7 @@ from jaxtrain.torch_import.capture.structure import captured_dtype
 from jaxtrain.torch_import.capture.tracing import hidden, quiet
 from jaxtrain.torch_import.graph import GRADIENT, Spec
 from jaxtrain.torch_import.refusals import first_line, refusal, source_line
+from jaxtrain.torch_internals import TorchDispatchMode
 
 Run = Callable[[torch.nn.Module, Sequence[torch.Tensor]], tuple[Any, list[torch.Tensor]]]
 """From (module, tensors of a batch) to the structure of the result and its tensors."""

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree
 
 from jaxtrain.errors import format_location
 from jaxtrain.torch_import.capture.carried import Attribute, attribute_of
 from jaxtrain.torch_import.capture.numbers import Number
 from jaxtrain.torch_import.graph import Captured
 from jaxtrain.torch_import.refusals import refusal
+from jaxtrain.torch_internals import FakeTensor, pytree
 
 _OWN = frozenset(vars(torch.nn.Module()))
 """Attributes of every module."""
@@ -24,7 +23,7 @@ Attributes = dict[str, list[Any]]
 
 def attributes_of(module: torch.nn.Module) -> Attributes:
     """Return the attributes of all parts of a module by path, each as a flat list."""
-    return {name: _pytree.tree_leaves(value) for name, value in values_of(module).items()}
+    return {name: pytree.tree_leaves(value) for name, value in values_of(module).items()}
 
 
 def changed(before: Attributes, after: Attributes) -> list[str]:
@@ -90,7 +89,7 @@ _OTHERS = (0, 1, 2**30)
 def _is_read(name: str, value: Any, differs: Callable[[Mapping[str, Any]], bool]) -> bool:
     """Return whether a call computes something else because of the value of an attribute, also after many calls."""
     others = [type(value)(other) for other in _OTHERS] if type(value) in (int, float) else []
-    return any(differs({name: _pytree.tree_map(_with_values, x)}) for x in (value, *others))
+    return any(differs({name: pytree.tree_map(_with_values, x)}) for x in (value, *others))
 
 
 def _with_values(x: Any) -> Any:
@@ -103,7 +102,7 @@ def _with_values(x: Any) -> Any:
 def values_of(module: torch.nn.Module) -> dict[str, Any]:
     """Return the attributes of all parts of a module by path, in containers of their own."""
     return {
-        f"{path}.{name}".removeprefix("."): _pytree.tree_map(lambda x: x, value)
+        f"{path}.{name}".removeprefix("."): pytree.tree_map(lambda x: x, value)
         for path, part in module.named_modules()
         for name, value in vars(part).items()
         if name not in _OWN

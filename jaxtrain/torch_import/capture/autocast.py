@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
 
 from jaxtrain.torch_import.capture.replaced import replaced
 from jaxtrain.torch_import.graph import Node, Ref, references
 from jaxtrain.torch_import.layers import mapped
 from jaxtrain.torch_import.refusals import is_internal
+from jaxtrain.torch_internals import OpOverload, pytree
 
 _LIBRARY = torch.library.Library("jaxtrain", "FRAGMENT")
 _LIBRARY.define("float32(Tensor x) -> Tensor", tags=[torch.Tag.pointwise])
@@ -153,7 +153,7 @@ class _Marked(_Mode):
 
 def _marked(values: Any, mark: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     is_float = lambda x: isinstance(x, torch.Tensor) and x.dtype == torch.float32  # noqa: E731
-    return _pytree.tree_map(lambda x: mark(x) if is_float(x) else x, values)
+    return pytree.tree_map(lambda x: mark(x) if is_float(x) else x, values)
 
 
 def _name(func: Any) -> str:
@@ -183,7 +183,7 @@ def without_marks_of_changed(exported: torch.export.ExportedProgram) -> None:
 
 def _viewed(node: torch.fx.Node) -> torch.fx.Node:
     """Return the value that a node is a view of, through conversions."""
-    while isinstance(node.target, torch._ops.OpOverload) and node.args:
+    while isinstance(node.target, OpOverload) and node.args:
         returned = node.target._schema.returns
         if not returned or returned[0].alias_info is None or not isinstance(node.args[0], torch.fx.Node):
             break

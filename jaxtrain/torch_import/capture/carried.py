@@ -9,13 +9,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree
 
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.copying import Memory, own_tensors
 from jaxtrain.torch_import.capture.numbers import Number
 from jaxtrain.torch_import.refusals import refusal
+from jaxtrain.torch_internals import FakeTensor, FakeTensorMode, pytree
 
 CARRYING = "@carried"
 """Name of the part that has the buffers. No attribute has it."""
@@ -48,7 +47,7 @@ class Attribute(NamedTuple):
     """
 
     path: str
-    structure: _pytree.TreeSpec
+    structure: pytree.TreeSpec
     leaves: tuple[Leaf, ...]
     source: str
 
@@ -89,8 +88,8 @@ def attribute_of(path: str, start: Any, after: Any, source: str) -> Attribute | 
       after: Its value after a call.
       source: The line that assigns it.
     """
-    given, structure = _pytree.tree_flatten_with_path(start)
-    found, becomes = _pytree.tree_flatten(after)
+    given, structure = pytree.tree_flatten_with_path(start)
+    found, becomes = pytree.tree_flatten(after)
     if structure != becomes or not given:
         return None
     leaves = [_leaf(_name(path, keys), x, y) for (keys, x), y in zip(given, found, strict=True)]
@@ -101,7 +100,7 @@ def _name(path: str, keys: Sequence[Any]) -> str:
     return ".".join((path, *(str(getattr(key, _KEYS[type(key)])) for key in keys)))
 
 
-_KEYS = {_pytree.SequenceKey: "idx", _pytree.MappingKey: "key", _pytree.GetAttrKey: "name"}
+_KEYS = {pytree.SequenceKey: "idx", pytree.MappingKey: "key", pytree.GetAttrKey: "name"}
 
 
 def _leaf(name: str, start: Any, after: Any) -> Leaf | None:
@@ -125,7 +124,7 @@ def started(module: torch.nn.Module, attributes: Sequence[Attribute]) -> dict[st
     """Return the values that a module's attributes have, by the names of their leaves."""
     values = {}
     for attribute in attributes:
-        found = _pytree.tree_leaves(attribute.part_of(module)[attribute.name])
+        found = pytree.tree_leaves(attribute.part_of(module)[attribute.name])
         for leaf, x in zip(attribute.leaves, found, strict=True):
             wide = torch.float64 if leaf.kind is float else leaf.dtype
             values[leaf.name] = x.detach() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=wide)
@@ -139,7 +138,7 @@ def start(module: torch.nn.Module, attributes: Sequence[Attribute], values: Mapp
             leaf.kind(values[leaf.name].item()) if leaf.kind in (int, float) else values[leaf.name].to(leaf.dtype)
             for leaf in attribute.leaves
         ]
-        attribute.part_of(module)[attribute.name] = _pytree.tree_unflatten(new, attribute.structure)
+        attribute.part_of(module)[attribute.name] = pytree.tree_unflatten(new, attribute.structure)
 
 
 class Carrying(torch.nn.Module):
@@ -167,7 +166,7 @@ class Carrying(torch.nn.Module):
         before = [attribute.part_of(module)[attribute.name] for attribute in self.attributes]
         for attribute in self.attributes:
             given = [_given(next(buffers), leaf) for leaf in attribute.leaves]
-            attribute.part_of(module)[attribute.name] = _pytree.tree_unflatten(given, attribute.structure)
+            attribute.part_of(module)[attribute.name] = pytree.tree_unflatten(given, attribute.structure)
         try:
             yield
             self._write(module)
@@ -180,7 +179,7 @@ class Carrying(torch.nn.Module):
         memory, numbers = Memory(own_tensors(module)), iter(range(len(self.leaves)))
         new: list[tuple[torch.Tensor, Any]] = []
         for attribute in self.attributes:
-            found, structure = _pytree.tree_flatten(attribute.part_of(module).get(attribute.name))
+            found, structure = pytree.tree_flatten(attribute.part_of(module).get(attribute.name))
             if structure != attribute.structure:
                 raise _replaced(attribute, "another structure")
             for leaf, x in zip(attribute.leaves, found, strict=True):

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
@@ -34,6 +33,12 @@ from jaxtrain.torch_import.layers import mapped
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal, source_line
 from jaxtrain.torch_import.selected_rows import PLACES
+from jaxtrain.torch_internals import (
+    ELEMENTWISE_TYPE_PROMOTION_KIND,
+    HigherOrderOperator,
+    OpOverload,
+    elementwise_dtypes,
+)
 
 _DROPPED = frozenset({"device", "layout", "memory_format", "pin_memory", "generator", "non_blocking", "copy"})
 """Keyword arguments without a meaning in JAX."""
@@ -187,7 +192,7 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
         raise RuntimeError(f"{key} of tensors of different dtypes ({source})")
     if key.startswith("aten.as_strided") and not _is_whole(node.all_input_nodes[0].meta["val"]):
         raise refusal("as_strided of a view", "call contiguous() first", source)
-    is_operation = isinstance(node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
+    is_operation = isinstance(node.target, OpOverload | HigherOrderOperator)
     is_known = key in known or key in (GETITEM, GRADIENT, PLACES, *MARKS)
     if not is_known and not is_operation:
         raise refusal(
@@ -286,7 +291,7 @@ def source_of(node: torch.fx.Node) -> str:
 def _promoted(node: torch.fx.Node) -> str | None:
     """Return the dtype that PyTorch computes an elementwise operation in."""
     target, result = node.target, node.meta.get("val")
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
     values = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in (*node.args, *node.kwargs.values())]
     operands = [x for x in values if isinstance(x, torch.Tensor | int | float | complex)]
@@ -307,6 +312,6 @@ def key_of(target: Any) -> str:
     """Return the key of an operation in our table."""
     if target is operator.getitem:
         return GETITEM
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
     return getattr(target, "__name__", str(target))

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from jaxtrain.torch_import.capture.replaced import replaced
 from jaxtrain.torch_import.refusals import refusal
+from jaxtrain.torch_internals import FakeTensor, is_functorch_wrapped_tensor
 
 
 class Copy(NamedTuple):
@@ -96,7 +96,7 @@ class Memory:
 
 def _storage(x: torch.Tensor) -> int | None:
     """Return what identifies the memory of a tensor; None for a tensor without memory of its own."""
-    if x.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if x.layout != torch.strided or is_functorch_wrapped_tensor(x):
         return None
     try:
         return int(x.untyped_storage()._cdata)

@@ -20,6 +20,7 @@ from jaxtrain.torch_import.capture.gradients import add_node, user_line
 from jaxtrain.torch_import.capture.replaced import replaced
 from jaxtrain.torch_import.graph import CUSTOM
 from jaxtrain.torch_import.refusals import refusal, source_line
+from jaxtrain.torch_internals import plain_setup_context
 
 _LIBRARY = torch.library.Library("jaxtrain", "DEF")
 _LIBRARY.define(f"{CUSTOM.split('.')[1]}(int number, Tensor[] tensors) -> Tensor[]")
@@ -102,7 +103,7 @@ def _computes_again(function: Any) -> bool:
 def _once(function: Any, args: Sequence[Any]) -> Any:
     """Return the result of a forward pass with its own gradient, which the backward pass would compute again."""
     context = _Context(tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in args))
-    plain = function.setup_context is torch.autograd.function._SingleLevelFunction.setup_context
+    plain = function.setup_context is plain_setup_context
     with (
         torch.enable_grad(),
         replaced(torch, "no_grad", contextlib.nullcontext),
@@ -159,7 +160,7 @@ class Call:
 
     def names(self) -> dict[str, Any]:
         """Return the names of the class, of the tensors that `forward` takes and of the gradients of `backward`."""
-        plain = self.function.setup_context is torch.autograd.function._SingleLevelFunction.setup_context
+        plain = self.function.setup_context is plain_setup_context
         arguments = _names(self.function.forward, len(self._others) + plain, "x")[plain:]
         return {
             "function": f"{self.function.__module__}.{self.function.__qualname__}",
@@ -176,7 +177,7 @@ class Call:
         """Return the outputs, then the tensors that `backward` needs."""
         args = self._arguments(tensors)
         context = _Context(tuple(place in self._places for place in range(len(args))))
-        if self.function.setup_context is torch.autograd.function._SingleLevelFunction.setup_context:
+        if self.function.setup_context is plain_setup_context:
             result = self.function.forward(context, *args)
         else:
             result = self.function.forward(*args)

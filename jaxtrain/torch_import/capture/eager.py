@@ -5,14 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree
 
 from jaxtrain.torch_import.capture.custom_gradients import Call
 from jaxtrain.torch_import.capture.functions import ctc_loss_of_tensors
 from jaxtrain.torch_import.capture.packed import rnn_of_padded
 from jaxtrain.torch_import.graph import CUSTOM, GRADIENT
 from jaxtrain.torch_import.ops import RANDOM
+from jaxtrain.torch_internals import FakeTensor, OpOverload, pytree
 
 T = TypeVar("T")
 
@@ -140,7 +139,7 @@ def writes(graph: torch.fx.Graph) -> int:
 
 def _base(node: torch.fx.Node) -> torch.fx.Node:
     """Return the node whose memory a node may be a view of."""
-    while isinstance(node.target, torch._ops.OpOverload) and node.all_input_nodes:
+    while isinstance(node.target, OpOverload) and node.all_input_nodes:
         returned = node.target._schema.returns
         if not returned or returned[0].alias_info is None:
             break
@@ -153,7 +152,7 @@ class _Evaluation(torch.fx.Interpreter):
         super().__init__(module)
         self._calls, self._device = calls, device
         self._differentiated = {
-            x for node in module.graph.nodes if str(node.target) == GRADIENT for x in _pytree.tree_leaves(node.args[1])
+            x for node in module.graph.nodes if str(node.target) == GRADIENT for x in pytree.tree_leaves(node.args[1])
         }
 
     def run_node(self, n: torch.fx.Node) -> Any:
@@ -170,7 +169,7 @@ class _Evaluation(torch.fx.Interpreter):
         # The regions of `torch.no_grad` and `torch.autocast`.
         args = tuple(self._region(x).run if isinstance(x, torch.fx.GraphModule) else x for x in args)
         if self._device.type != "cpu":
-            args, kwargs = _pytree.tree_map_only(torch.device, lambda _: self._device, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(torch.device, lambda _: self._device, (args, kwargs))
         return _OURS.get(str(target), target)(*args, **kwargs)
 
     def _region(self, module: torch.fx.GraphModule) -> "_Evaluation":

@@ -15,7 +15,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.assumptions import assuming
@@ -54,6 +53,7 @@ from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import first_line, refusal, source_line
 from jaxtrain.torch_import.selected_rows import EqualCountsError, with_selected_rows
 from jaxtrain.torch_import.skipped import is_without_effect
+from jaxtrain.torch_internals import pytree
 
 Origins = Mapping[str, tuple[ModuleCall, ...]]
 
@@ -420,7 +420,7 @@ def _changed_constant(exported: torch.export.ExportedProgram, target: str, modul
     (tensor,) = (node for node in exported.graph_module.graph.nodes if node.name == name)
     source = source_of([*tensor.users][-1])
     for path, value in values_of(module).items():
-        is_own = any(x is exported.constants[target] for x in _pytree.tree_leaves(value))
+        is_own = any(x is exported.constants[target] for x in pytree.tree_leaves(value))
         if is_own and (attribute := attribute_of(path, value, value, source)):
             return CarriedError([attribute])
     return refusal("forward changes a tensor that is no buffer", "register it by register_buffer", source)
@@ -542,7 +542,7 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name), tensors) for field in dataclasses.fields(value)}
-    node = _pytree.SUPPORTED_NODES.get(type(value))
+    node = pytree.SUPPORTED_NODES.get(type(value))
     if node is None:
         is_cache = type(value).__module__.startswith("transformers.")
         remedy = "set config.use_cache = False" if is_cache else "return tensors in dicts, tuples and lists"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._export import non_strict_utils
 
 from jaxtrain.torch_import.capture.numbers import arithmetic, is_unknown
+from jaxtrain.torch_internals import non_strict_utils
 
 
 def _of_unknown(

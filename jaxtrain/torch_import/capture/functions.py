@@ -7,12 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import _reduction
 
 from jaxtrain.torch_import.capture.gradients import GRADIENTS
 from jaxtrain.torch_import.capture.packed import PACKED
 from jaxtrain.torch_import.refusals import is_internal, refusal, source_line
+from jaxtrain.torch_internals import (
+    BatchNorm,
+    DirichletFunction,
+    FakeTensor,
+    reductions,
+    sample_dirichlet,
+    standard_gamma,
+)
 
 _LIBRARY = torch.library.Library("jaxtrain", "FRAGMENT")
 _LIBRARY.define(
@@ -89,7 +95,7 @@ def _multi_margin_loss(
       `multi_margin_loss_backward_kernel` in PyTorch's `aten/src/ATen/native/LossMultiMargin.cpp`.
     """
     if size_average is not None or reduce is not None:
-        reduction = _reduction.legacy_get_string(size_average, reduce)
+        reduction = reductions.legacy_get_string(size_average, reduce)
     scores, labels = torch.atleast_2d(input), torch.atleast_1d(target)
     distance = margin - scores.gather(1, labels[:, None]) + scores
     others = torch.arange(scores.shape[1], device=input.device) != labels[:, None]
@@ -168,7 +174,7 @@ def _batch_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
     return y
 
 
-_forward = torch.nn.modules.batchnorm._BatchNorm.forward
+_forward = BatchNorm.forward
 
 
 def _item(self: torch.Tensor) -> Any:
@@ -207,13 +213,13 @@ def _dirichlet(concentration: torch.Tensor) -> torch.Tensor:
         raise refusal(
             "rsample of Beta or Dirichlet with a gradient", "use sample(), or Kumaraswamy", source_line(stack)
         )
-    return torch._sample_dirichlet(concentration)
+    return sample_dirichlet(concentration)
 
 
 def _gamma(self: torch.distributions.Gamma, sample_shape: Any = ()) -> torch.Tensor:
     """`Gamma.rsample`, whose bound changes no tensor in place."""
     shape = self._extended_shape(sample_shape)
-    value = torch._standard_gamma(self.concentration.expand(shape)) / self.rate.expand(shape)
+    value = standard_gamma(self.concentration.expand(shape)) / self.rate.expand(shape)
     # The bound has no gradient.
     return value + (value.clamp(min=torch.finfo(value.dtype).tiny) - value).detach()
 
@@ -242,9 +248,9 @@ FUNCTIONS: tuple[tuple[Any, str, Any], ...] = (
     (torch.Tensor, "item", _item),
     (torch.Tensor, "data", _Data()),
     (torch.Tensor, "register_hook", _register_hook),
-    (torch.nn.modules.batchnorm._BatchNorm, "forward", _batch_norm),
+    (BatchNorm, "forward", _batch_norm),
     (torch.distributions.Gamma, "rsample", _gamma),
-    (torch.distributions.dirichlet._Dirichlet, "apply", staticmethod(_dirichlet)),
+    (DirichletFunction, "apply", staticmethod(_dirichlet)),
     (torch.nn.modules.rnn, "_VF", PACKED),
     (torch.nn.utils.rnn, "_VF", PACKED),
     *GRADIENTS,

@@ -12,20 +12,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._functorch import apis, eager_transforms
 from torch.autograd.graph import GradientEdge
 from torch.fx.experimental import proxy_tensor
-from torch.utils import _pytree
 
 from jaxtrain.torch_import.gradients import nodes_between
 from jaxtrain.torch_import.graph import CUSTOM, DETACH, GETITEM, GRADIENT, LEAF, Graph, Node, Spec, references
 from jaxtrain.torch_import.refusals import first_line, refusal, source_line
+from jaxtrain.torch_internals import (
+    AutoDispatchBelowAutograd,
+    TensorBase,
+    apis,
+    eager_transforms,
+    engine_run_backward,
+    is_functorch_wrapped_tensor,
+    peek_interpreter_stack,
+    pytree,
+    vmap_internals,
+)
 
 _LIBRARY = torch.library.Library("jaxtrain", "FRAGMENT")
 _LIBRARY.define("gradient(Tensor[] outputs, Tensor[] inputs, Tensor[] grad_outputs) -> Tensor[]")
 _LIBRARY.define("leaf(Tensor x) -> Tensor")
-_engine = torch.autograd._engine_run_backward
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_engine = engine_run_backward
+_is_wrapped = is_functorch_wrapped_tensor
 
 
 @torch.library.register_fake("jaxtrain::gradient")
@@ -45,10 +54,10 @@ def _eager(name: str) -> Callable[[Any], Any]:
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(*args: Any) -> Any:
-            tensors = [x for x in _pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+            tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
             if all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors):
                 return fn(*args)
-            with torch._C._AutoDispatchBelowAutograd():
+            with AutoDispatchBelowAutograd():
                 return getattr(torch.ops.jaxtrain, name)(*args)
 
         _LIBRARY.impl(name, kernel, "Autograd")
@@ -74,7 +83,7 @@ def add_node(operation: Any, args: tuple[Any, ...], results: Any) -> None:
     """Add an operation to the graph that is traced, if one is, whose results are given tensors."""
     mode: Any = proxy_tensor.get_proxy_mode()
     if mode is not None:
-        given = _pytree.tree_map(mode.tracer.unwrap_proxy, args)
+        given = pytree.tree_map(mode.tracer.unwrap_proxy, args)
         proxy = mode.tracer.create_proxy("call_function", operation, given, {})
         proxy_tensor.track_tensor_tree(results, proxy, constant=None, tracer=mode.tracer)
 
@@ -116,13 +125,13 @@ def _run_backward(
 def _requires_grad_(self: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
     """`Tensor.requires_grad_`, from which on the tensor is another value of the graph."""
     before = _requires_grad.__get__(self)
-    torch._C.TensorBase.requires_grad_(self, requires_grad)
+    TensorBase.requires_grad_(self, requires_grad)
     if requires_grad and not before and not isinstance(self, torch.nn.Parameter):
         add_node(torch.ops.jaxtrain.leaf.default, (self,), self)
     return self
 
 
-_requires_grad: Any = torch._C.TensorBase.requires_grad
+_requires_grad: Any = TensorBase.requires_grad
 
 
 class _RequiresGrad:
@@ -139,7 +148,7 @@ def _grad_and_value(
     func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     """`torch.func.grad_and_value` by `torch.autograd.grad`."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         raise refusal(
             "torch.func.grad inside a function of torch.vmap",
             "pass vmap the result of torch.func.grad itself",
@@ -159,12 +168,12 @@ def _grad_and_value(
 def _differentiated(func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...]) -> tuple[Any, Any]:
     """Return the gradient of the sum of a function's values, and its result."""
     with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
-        flat, spec = _pytree.tree_flatten(eager_transforms._slice_argnums(args, argnums, as_tuple=False))
+        flat, spec = pytree.tree_flatten(eager_transforms._slice_argnums(args, argnums, as_tuple=False))
         given = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in flat]
-        result = func(*_with_argnums(args, argnums, _pytree.tree_unflatten(given, spec)))
+        result = func(*_with_argnums(args, argnums, pytree.tree_unflatten(given, spec)))
         total = (result[0] if has_aux else result).sum()
         grads = torch.autograd.grad(total, given, create_graph=True, materialize_grads=True)
-    return _pytree.tree_unflatten(list(grads), spec), result
+    return pytree.tree_unflatten(list(grads), spec), result
 
 
 _vmap = apis.vmap_impl
@@ -188,14 +197,14 @@ def _vmap_of_gradient(
     given = inspect.getclosurevars(func).nonlocals
     inner, argnums, has_aux = given["func"], given["argnums"], given["has_aux"]
     chosen = {argnums} if isinstance(argnums, int) else {*argnums}
-    leaves = [(x, dim) for arg, dim in zip(args, dims, strict=True) for x in _pytree.tree_leaves(arg)]
+    leaves = [(x, dim) for arg, dim in zip(args, dims, strict=True) for x in pytree.tree_leaves(arg)]
     rows = next(x.shape[dim] for x, dim in leaves if dim is not None)
 
     def mapped(i: int, dim: int | None) -> Any:
         if dim is not None:
-            return _pytree.tree_map(lambda x: x.movedim(dim, 0), args[i])
+            return pytree.tree_map(lambda x: x.movedim(dim, 0), args[i])
         is_chosen = i in chosen or i - len(args) in chosen
-        return _pytree.tree_map(lambda x: x.expand(rows, *x.shape), args[i]) if is_chosen else args[i]
+        return pytree.tree_map(lambda x: x.expand(rows, *x.shape), args[i]) if is_chosen else args[i]
 
     own = tuple(mapped(i, dim) for i, dim in enumerate(dims))
     axes = tuple(
@@ -230,7 +239,7 @@ def user_line() -> str:
 _several = _refusing("torch.autograd.grad for several gradients at once", "call it for each of them")
 GRADIENTS: tuple[tuple[Any, str, Any], ...] = (
     (torch.autograd, "_engine_run_backward", _run_backward),
-    (torch._vmap_internals, "_vmap", _several),
+    (vmap_internals, "_vmap", _several),
     (torch.autograd.functional, "_vmap", _several),
     (torch.Tensor, "requires_grad_", _requires_grad_),
     (torch.Tensor, "requires_grad", _RequiresGrad()),

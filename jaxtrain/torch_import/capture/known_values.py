@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._mode_utils import no_dispatch
+
+from jaxtrain.torch_internals import FakeTensor, FakeTensorMode, OpOverload, no_dispatch, pytree
 
 _LIMIT = 2**22
 """Elements of the largest tensor whose value is followed."""
@@ -116,7 +115,7 @@ def fold_known(exported: torch.export.ExportedProgram, operations: Collection[st
     """
     graph = exported.graph_module.graph
     for node in [*graph.nodes]:
-        if isinstance(node.target, torch._ops.OpOverload) and str(node.target) not in operations and _is_made(node):
+        if isinstance(node.target, OpOverload) and str(node.target) not in operations and _is_made(node):
             value = _evaluated(node, {}).to(node.meta["val"].dtype)
             node.replace_all_uses_with(_constant(node, value))
     values = _values(exported)

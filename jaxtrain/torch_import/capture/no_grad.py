@@ -5,11 +5,11 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
 from jaxtrain.torch_import.capture.convert import key_of, source_of
 from jaxtrain.torch_import.graph import DETACH, LEAF
 from jaxtrain.torch_import.refusals import refusal
+from jaxtrain.torch_internals import pytree
 
 
 def detach_regions_without_gradient(exported: torch.export.ExportedProgram) -> None:
@@ -113,7 +113,7 @@ def _changed(node: torch.fx.Node) -> list[torch.fx.Node]:
     names = [argument.name for argument in schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     written = [x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write]
-    values = [x for name in written for x in _pytree.tree_leaves(given.get(name))]
+    values = [x for name in written for x in pytree.tree_leaves(given.get(name))]
     return [x for x in values if isinstance(x, torch.fx.Node)]
 
 

@@ -12,13 +12,12 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree
 
 from jaxtrain.torch_import.capture.known_values import known_value
 from jaxtrain.torch_import.capture.reached import is_library
 from jaxtrain.torch_import.capture.replaced import replaced
 from jaxtrain.torch_import.refusals import refusal, source_line
+from jaxtrain.torch_internals import FakeTensor, pytree
 
 
 class Number:
@@ -55,13 +54,13 @@ class Number:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of PyTorch with tensors in the place of numbers."""
-        leaves = _pytree.tree_leaves((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
 
         def tensor(x: Any) -> Any:
             return x.like(tensors) if isinstance(x, Number) else x
 
-        return func(*_pytree.tree_map(tensor, args), **_pytree.tree_map(tensor, kwargs or {}))
+        return func(*pytree.tree_map(tensor, args), **pytree.tree_map(tensor, kwargs or {}))
 
     def __add__(self, other: Any) -> Any:
         return _sum(self, other, 1)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from jaxtrain.torch_internals import recurrent_kernels
+
 _LIBRARY = torch.library.Library("jaxtrain", "FRAGMENT")
 _LIBRARY.define(
     "packed_rnn(str kind, Tensor data, Tensor lengths, Tensor[] hx, Tensor[] params, bool has_biases, int num_layers, "
@@ -28,10 +30,10 @@ def rnn_of_padded(
 ) -> list[torch.Tensor]:
     """Compute `packed_rnn` by PyTorch, on packed sequences."""
     padded = data.unflatten(0, (-1, lengths.shape[0]))
-    packed, sizes = torch._VF._pack_padded_sequence(padded, lengths, False)
+    packed, sizes = recurrent_kernels._pack_padded_sequence(padded, lengths, False)
     state = hx if kind == "lstm" else hx[0]
-    y, *states = getattr(torch._VF, kind)(packed, sizes, state, params, *options)
-    y, _ = torch._VF._pad_packed_sequence(y, sizes, False, 0.0, padded.shape[0])
+    y, *states = getattr(recurrent_kernels, kind)(packed, sizes, state, params, *options)
+    y, _ = recurrent_kernels._pad_packed_sequence(y, sizes, False, 0.0, padded.shape[0])
     return [y.flatten(0, 1), *states]
 
 
@@ -57,7 +59,7 @@ class _Functions:
     """`torch._VF` with packed sequences."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch._VF, name)
+        return getattr(recurrent_kernels, name)
 
     def _pack_padded_sequence(self, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
         x = x.transpose(0, 1) if batch_first else x
@@ -88,7 +90,7 @@ class _Functions:
 
     def _run(self, kind: str, x: torch.Tensor, *args: Any) -> Any:
         if not isinstance(args[0], Lengths):
-            return getattr(torch._VF, kind)(x, *args)
+            return getattr(recurrent_kernels, kind)(x, *args)
         sizes, hx, *options = args
         states = list(hx) if isinstance(hx, tuple | list) else [hx]
         return tuple(torch.ops.jaxtrain.packed_rnn(kind, x, sizes.lengths, states, *options))

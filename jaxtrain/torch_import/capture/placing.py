@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from jaxtrain.torch_import.capture.copying import Copy, Memory, own_tensors
 from jaxtrain.torch_import.refusals import refusal, source_line
+from jaxtrain.torch_internals import FakeTensor, FunctionalTensor, is_functorch_wrapped_tensor
 
 Originals = Mapping[int, "weakref.ref[Any]"]
 """Parts, parameters and buffers of the user's module, by their ids."""
@@ -130,7 +129,7 @@ class Placing(TorchFunctionMode):
 
     def _is_hidden(self, x: torch.Tensor) -> bool:
         """Return whether a tensor is neither one of the graph nor a constant."""
-        if isinstance(x, FakeTensor | FunctionalTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if isinstance(x, FakeTensor | FunctionalTensor) or is_functorch_wrapped_tensor(x):
             return False
         return (x.requires_grad and torch.is_grad_enabled()) or self._theirs.owner(x) is not None
 

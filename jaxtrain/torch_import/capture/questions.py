@@ -19,9 +19,6 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from jaxtrain.torch_import.capture.counted import Counts, has_enough, is_counted, scatters, selected
 from jaxtrain.torch_import.capture.custom_gradients import Call
@@ -30,6 +27,7 @@ from jaxtrain.torch_import.capture.gradients import user_line
 from jaxtrain.torch_import.capture.known_values import is_unknown
 from jaxtrain.torch_import.capture.numbers import INDEXING, indexes_by_number
 from jaxtrain.torch_import.refusals import is_internal, refusal
+from jaxtrain.torch_internals import DisableTorchFunction, PythonReferenceAnalysis, pytree, sympy_interp
 
 _ATEN = torch.ops.aten
 _ITEMS = (_ATEN.item.default, _ATEN._local_scalar_dense.default)
@@ -135,7 +133,7 @@ class Questions(TorchFunctionMode):
             with self:
                 yield
                 self.asked = [x for question in self._independent() for x in self._computed(question)]
-            self.answers = [_pytree.tree_map_only(_SYMBOLIC, self._number, read) for read in self._reads]
+            self.answers = [pytree.tree_map_only(_SYMBOLIC, self._number, read) for read in self._reads]
         finally:
             _ASKED.reset(token)
 
@@ -160,7 +158,7 @@ class Questions(TorchFunctionMode):
         if name == "repeat_interleave" and (counts := _counts(args, kwargs)) is not None:
             rows = self._read(counts.sum(), int)
             return func(*args, **kwargs) if rows is None else func(*args, **kwargs, output_size=rows)
-        if func is torch.tensor and any(map(_is_unknown, _pytree.tree_leaves(data := kwargs.get("data", *args)))):
+        if func is torch.tensor and any(map(_is_unknown, pytree.tree_leaves(data := kwargs.get("data", *args)))):
             x = _stacked(data)
             return x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
         if name == "narrow" and len(args) > 2 and _is_unknown(args[2]):
@@ -279,7 +277,7 @@ class Questions(TorchFunctionMode):
 
     def with_sizes(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return arguments with the numbers that sizes depend on as those of the example."""
-        env = next(x.node.shape_env for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.SymInt))
+        env = next(x.node.shape_env for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.SymInt))
         if func._schema.is_mutable or not self._has_symbolic_size(env, func, args, kwargs):
             return args, kwargs
 
@@ -296,7 +294,7 @@ class Questions(TorchFunctionMode):
 
         names = [x.name for x in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        new = {name: x if name in kept else _pytree.tree_map(fixed, x) for name, x in given.items()}
+        new = {name: x if name in kept else pytree.tree_map(fixed, x) for name, x in given.items()}
         return tuple(new[name] for name in names[: len(args)]), {name: new[name] for name in kwargs}
 
     def _has_symbolic_size(self, env: ShapeEnv, func: Any, args: Any, kwargs: Any) -> bool:
@@ -305,7 +303,7 @@ class Questions(TorchFunctionMode):
                 result = func(*args, **kwargs)
         except Exception:  # any of a shape that has no number
             return True
-        tensors = [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         return any(not isinstance(n, int) for x in tensors for n in x.shape)
 
     def _symbols(self) -> dict[Any, torch.fx.Node]:
@@ -368,7 +366,7 @@ def _leaf_of(i: int, example: Example) -> torch.Tensor:
 
 def _asked(x: torch.Tensor, convert: Callable[[Any], Any]) -> torch.Tensor:
     """Return what a question is about, of which the tensor that is asked may be changed in place afterwards."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         x = x.detach().reshape(())
         if convert is bool:
             return x != 0
@@ -385,7 +383,7 @@ def _stacked(data: Any) -> torch.Tensor:
     """`torch.tensor` of nested lists of tensors and numbers: without a gradient, in the dtype that they promote to."""
     if not isinstance(data, list | tuple):
         return data.detach().clone() if isinstance(data, torch.Tensor) else torch.tensor(data)
-    dtype = _dtype_of(_pytree.tree_leaves(data))
+    dtype = _dtype_of(pytree.tree_leaves(data))
     return torch.stack([_stacked(part).to(dtype) for part in data])
 
 
@@ -469,7 +467,7 @@ def _dispatched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = 
     if asked is not None and scatters(func, args):
         with self:
             asked.assume(has_enough(*args))
-    if asked is not None and any(isinstance(x, torch.SymInt) for x in _pytree.tree_leaves((args, kwargs))):
+    if asked is not None and any(isinstance(x, torch.SymInt) for x in pytree.tree_leaves((args, kwargs))):
         args, kwargs = asked.with_sizes(func, args, kwargs or {})
     return _dispatch(self, func, types, args, kwargs)
 

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree
 
 from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
@@ -20,6 +18,7 @@ from jaxtrain.torch_import.capture.placing import Originals, originals_of
 from jaxtrain.torch_import.graph import dtype_of
 from jaxtrain.torch_import.ops.int64 import holds_int64, rounds
 from jaxtrain.torch_import.refusals import first_line, refusal
+from jaxtrain.torch_internals import FakeTensorMode, pytree
 
 
 class Structure(NamedTuple):
@@ -81,7 +80,7 @@ def materialized(module: torch.nn.Module, example: Any, call: Callable[[torch.nn
     # PyTorch copies lazy parameters, but not lazy buffers.
     made = copy.deepcopy(module, {id(x): _lazy_buffer(x) for x in buffers})
     modes = {part: part.training for part in made.modules()}
-    batch = _pytree.tree_map_only((np.ndarray, jax.Array), lambda x: torch.tensor(np.asarray(x)), example)
+    batch = pytree.tree_map_only((np.ndarray, jax.Array), lambda x: torch.tensor(np.asarray(x)), example)
     try:
         with torch.no_grad():
             call(made.eval(), batch)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils.checkpoint
-from torch.export import _trace
 
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.bincount import BINCOUNT
@@ -28,6 +27,7 @@ from jaxtrain.torch_import.capture.replaced import replaced
 from jaxtrain.torch_import.capture.selections import SELECTIONS
 from jaxtrain.torch_import.capture.unique import UNIQUE
 from jaxtrain.torch_import.refusals import is_internal, refusal, source_line
+from jaxtrain.torch_internals import export_trace
 
 _REPLACEMENTS = (*FUNCTIONS, *KNOWN_VALUES, *BINCOUNT, *QUESTIONS, *SELECTIONS, *UNIQUE, *EXTREMES)
 
@@ -130,14 +130,14 @@ def quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     # Of a failure it prints the graph to stderr.
-    vars(_trace)["print"] = lambda *_, **__: None
+    vars(export_trace)["print"] = lambda *_, **__: None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
-        vars(_trace).pop("print", None)
+        vars(export_trace).pop("print", None)
 
 
 @contextlib.contextmanager
