@@ -15,6 +15,7 @@ import torch
 from jax.extend.core import JaxprEqn
 
 from jaxtrain.passes import KERNEL, policy
+from jaxtrain.program import operations as op
 from jaxtrain.program.equations import is_call
 from jaxtrain.program.record import Inside, record
 from jaxtrain.program.rewrite import bind, transform
@@ -195,8 +196,8 @@ def _recorded(fn: Callable[..., Any], made: list[_Computed], wanted: Collection[
 
         def visit(eqn: JaxprEqn, args: list[Any], inside: Inside) -> Sequence[Any]:
             outs = bind(eqn, args)
-            name = eqn.primitive.name
-            if name != "convert_element_type" and jnp.issubdtype(outs[0].dtype, jnp.floating):
+            name = op.of(eqn)
+            if name != op.CONVERT_ELEMENT_TYPE and jnp.issubdtype(outs[0].dtype, jnp.floating):
                 if wanted is None or len(made) in wanted:
                     found.append(outs[0])
                 # A function that JAX traced for an earlier caller has the lines of that caller.

@@ -23,6 +23,7 @@ from jaxtrain.interop import LAYER
 from jaxtrain.passes import hook
 from jaxtrain.paths import path_name
 from jaxtrain.program import equations
+from jaxtrain.program import operations as op
 from jaxtrain.program.record import Inside, record
 from jaxtrain.program.rewrite import bind, interpret
 from parity import jax_side
@@ -38,7 +39,7 @@ MAX_BYTES = 1 << 30
 """Size up to which the results of all equations are computed at once; those of a larger program one after another."""
 STEP = Path(jaxtrain.__file__).parent / "step"
 """The training step, which converts constants of the loss but computes none."""
-BY_VALUES = ("while", "cond")
+BY_VALUES = (op.WHILE, op.COND)
 """Primitives of loops and branches that depend on values."""
 GRADIENT = "gradient of "
 """Prefix of the names of the parameters' gradients."""
@@ -98,7 +99,7 @@ def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[T
         compute = _program(closed, jax.tree.leaves((fresh, batches[0])))
 
         recorder = _Recorder(_stacked_shapes(case, fresh.params))
-        of_traced: dict[str, Any] = {"array": lambda x: _traced(x).value, "index": _Traced.layer, "stack": _stacked}
+        of_traced: dict[str, Any] = {"array": lambda x: _traced(x).value, "index": _Traced.layer, op.STACK: _stacked}
         rule = record(recorder.visit, lift=recorder.given, **of_traced)
         state = jax.tree.map(_constant, fresh)._replace(
             params=jax.tree.map(recorder.add_input, fresh.params),
@@ -166,7 +167,7 @@ def _program(closed: ClosedJaxpr, inputs: Sequence[Any]) -> Callable[..., list[l
 
         def visit(eqn: JaxprEqn, args: list[Any], _: Inside) -> list[Any]:
             outs = bind(eqn, args)
-            if eqn.primitive.name not in BY_VALUES:
+            if op.of(eqn) not in BY_VALUES:
                 computed.append(outs)
             return outs
 
@@ -218,12 +219,12 @@ class _Recorder:
 
     def visit(self, eqn: JaxprEqn, given: list[_Traced], inside: Inside) -> list[_Traced]:
         """Evaluate an equation and record its results."""
-        name, where = eqn.primitive.name, Equation(eqn.primitive.name, line_of(eqn, inside))
-        if self.computed and not any(x.primitive.name in BY_VALUES for x in inside):
+        name, where = op.of(eqn), Equation(op.of(eqn), line_of(eqn, inside))
+        if self.computed and not any(op.of(x) in BY_VALUES for x in inside):
             outs = [*map(_array, self.computed.popleft())]
         else:
             outs = bind(eqn, [x.value for x in given])
-        if name == "name" and equations.label(eqn).startswith(GRADIENT):
+        if name == op.NAME and equations.label(eqn).startswith(GRADIENT):
             self.gradients[equations.label(eqn).removeprefix(GRADIENT)] = given[0].value
             return given
         return [self._recorded(out, given, where) for out in outs]

@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import drawn_mask, draws_mask
 from jaxtrain.program import equations
+from jaxtrain.program import operations as op
 from jaxtrain.program.equations import is_call
 from jaxtrain.program.record import Inside, record
 from jaxtrain.program.rewrite import bind, transform
@@ -111,7 +112,7 @@ def dropout_mask_fn(
                 found.extend(outs := bind(eqn, args))
                 return outs
             elif _draws(eqn):
-                name = eqn.primitive.name
+                name = op.of(eqn)
                 raise UserError(
                     f"a dropout mask is drawn inside {name}, where PyTorch cannot use it: use scan, or no loop"
                 )

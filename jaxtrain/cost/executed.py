@@ -6,6 +6,7 @@ from itertools import chain
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxtrain.program import equations
+from jaxtrain.program import operations as op
 
 Executed = tuple[JaxprEqn, float, int]
 """An equation, the cost of one run, and the number of runs."""
@@ -22,13 +23,13 @@ def executed(jaxpr: Jaxpr, cost: Callable[[JaxprEqn], float], times: int = 1) ->
     >>> [(eqn.primitive.name, times) for eqn, _, times in executed(traced.jaxpr, lambda eqn: 1)]
     [('neg', 1), ('sin', 7)]
     """
-    for eqn in jaxpr.eqns:
-        name, own = eqn.primitive.name, cost(eqn)
-        often = times * equations.trip_count(eqn) if name == "scan" else times
+    for eqn in equations.of(jaxpr):
+        name, own = op.of(eqn), cost(eqn)
+        often = times * equations.trip_count(eqn) if name == op.SCAN else times
         inner = [[*executed(body, cost, often)] for body in equations.inner_jaxprs(eqn)]
-        parts = max(inner, key=total) if name == "cond" else [*chain.from_iterable(inner)]
+        parts = max(inner, key=total) if name == op.COND else [*chain.from_iterable(inner)]
         # Reductions and sorts contain a jaxpr of two scalars, which costs less. Equal costs differ by rounding.
-        if name in ("scan", "cond") or (inner and own * times <= (1 + 1e-9) * total(parts)):
+        if name in (op.SCAN, op.COND) or (inner and own * times <= (1 + 1e-9) * total(parts)):
             yield from parts
         else:
             yield eqn, own, times

@@ -14,6 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxtrain.cost.executed import executed, total
 from jaxtrain.program import equations
+from jaxtrain.program import operations as op
 from jaxtrain.program.equations import visit, within
 from jaxtrain.program.rewrite import make_jaxpr
 
@@ -48,7 +49,7 @@ def flops(fn: Callable[..., Any], *args: Any) -> int:
 
 def count_flops(jaxpr: Jaxpr) -> int:
     """Count the FLOPs of the matrix products and convolutions of a jaxpr, as `flops` does."""
-    loops = (eqn for eqn in visit(jaxpr) if eqn.primitive.name == "while")
+    loops = (eqn for eqn in visit(jaxpr) if op.of(eqn) == op.WHILE)
     if any(equation_flops(inner) for loop in loops for inner in within(loop)):
         raise ValueError("a while loop with matrix products has no FLOP count: use scan")
     return int(total(executed(jaxpr, equation_flops)))
@@ -56,10 +57,10 @@ def count_flops(jaxpr: Jaxpr) -> int:
 
 def equation_flops(eqn: JaxprEqn) -> int:
     """Count the FLOPs of an equation that is a matrix product, a convolution or attention; 0 for every other."""
-    name = eqn.primitive.name
+    name = op.of(eqn)
     shapes = [v.aval.shape for v in eqn.invars if hasattr(v.aval, "shape")]
     out_size = math.prod(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0
-    if name in ("dot_general", "scaled_dot"):
+    if name in (op.DOT_GENERAL, op.SCALED_DOT):
         (contracted, _), _ = equations.contraction(eqn)
         depth = math.prod(shapes[0][i] for i in contracted)
         return 2 * out_size * depth
@@ -69,13 +70,13 @@ def equation_flops(eqn: JaxprEqn) -> int:
         (contracted, _), _ = equations.contraction(eqn)
         tile_count = shapes[0][0] if equations.own(eqn, "tiled") else 1
         return 2 * out_size * tile_count * math.prod(shapes[0][i + equations.own(eqn, "tiled")] for i in contracted)
-    if name == "ragged_dot_general":
+    if name == op.RAGGED_DOT_GENERAL:
         numbers = equations.contraction(eqn)
         contracted, _ = numbers.dot_dimension_numbers[0]
         # Every row belongs to one group, also if the rows are summed, a result for each group.
         groups = shapes[2][0] if {*numbers.lhs_ragged_dimensions} <= {*contracted} else 1
         return 2 * out_size * math.prod(shapes[0][i] for i in contracted) // groups
-    if name == "conv_general_dilated":
+    if name == op.CONV_GENERAL_DILATED:
         kernel, spec = shapes[1], equations.contraction(eqn).rhs_spec
         return 2 * out_size * math.prod(kernel) // kernel[spec[0]]
     if name in _ATTENTION:

@@ -27,6 +27,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 
 FEW_POSITIONS = 16
 """Up to this number of positions a product is faster for any kernel; with more, it is if taps outnumber positions."""
@@ -98,11 +99,11 @@ def _on_a_cpu(
 
 
 def _is_convolution(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "conv_general_dilated"
+    return op.of(eqn) == op.CONV_GENERAL_DILATED
 
 
 def _is_slow(eqn: JaxprEqn) -> bool:
-    return _is_small(eqn) if _is_convolution(eqn) else eqn.primitive.name == "dot_general" and _is_low(eqn)
+    return _is_small(eqn) if _is_convolution(eqn) else op.of(eqn) == op.DOT_GENERAL and _is_low(eqn)
 
 
 def _is_low(eqn: JaxprEqn) -> bool:

@@ -20,16 +20,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 
 SHORT, FEW = 16, 2**12
 """Elements of a row that is short, and of an array that is too small to be worth it."""
-_ELEMENTWISE = frozenset(
-    (
-        *("abs", "add", "and", "clamp", "convert_element_type", "copy", "div", "eq", "exp", "expm1", "ge", "gt"),
-        *("integer_pow", "is_finite", "le", "log", "log1p", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow"),
-        *("rsqrt", "select_n", "sign", "sqrt", "square", "sub", "tanh"),
-    )
-)
 
 
 def as_vectors(fn: Callable[..., Any], zero: jax.Array, platform: str | None = None) -> Callable[..., Any]:
@@ -80,13 +74,13 @@ def _separated(tree: Any, zero: jax.Array) -> Any:
 def _on_vectors(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
     """Rewrite elementwise operations on arrays with short rows, and sums of all their elements."""
     del run
-    name = eqn.primitive.name
+    name = op.of(eqn)
     out: Any = eqn.outvars[0].aval if eqn.outvars else None
-    if name in _ELEMENTWISE and _has_short_rows(out):
+    if name in op.ELEMENTWISE | {op.CONVERT_ELEMENT_TYPE, op.COPY} and _has_short_rows(out):
         (result,) = rewrite.bind(eqn, [x.reshape(-1) if jnp.ndim(x) else x for x in args])
         return [result.reshape(out.shape)]
-    if name == "broadcast_in_dim" and not jnp.ndim(args[0]) and _has_short_rows(out):
+    if name == op.BROADCAST_IN_DIM and not jnp.ndim(args[0]) and _has_short_rows(out):
         return [lax.broadcast(args[0], (math.prod(out.shape),)).reshape(out.shape)]
-    if name == "reduce_sum" and _has_short_rows(args[0]) and len(equations.axes(eqn)) == args[0].ndim:
+    if name == op.REDUCE_SUM and _has_short_rows(args[0]) and len(equations.axes(eqn)) == args[0].ndim:
         return [args[0].reshape(-1).sum()]
     return None

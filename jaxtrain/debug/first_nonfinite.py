@@ -24,11 +24,12 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 from jaxtrain.program.record import Inside, line_of, record
 from jaxtrain.program.rewrite import bind, cast_like, interpret
 
 # Computed outside JAX in the dtypes they declare, or defined on the bits of a number: not lifted to float64.
-_AS_TRACED = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call", "bitcast_convert_type"})
+_AS_TRACED = frozenset({op.PURE_CALLBACK, op.IO_CALLBACK, op.FFI_CALL, op.PALLAS_CALL, op.BITCAST_CONVERT_TYPE})
 _LIBRARIES = tuple(
     Path(found.origin).parent
     for name in ("jax", "flax", "optax")
@@ -108,7 +109,7 @@ class NonfiniteTracer:
           The results, in the program's order.
         """
         args = [self._argument(name, self._widen(x)) for name, x in arguments.items()]
-        of_traced: dict[str, Any] = {"array": lambda x: self._traced(x).value, "index": _slice, "stack": self._stacked}
+        of_traced: dict[str, Any] = {"array": lambda x: self._traced(x).value, "index": _slice, op.STACK: self._stacked}
         rule = record(self._computed, lift=lambda x, *_: self._traced(x), **of_traced)
         return [self._traced(x) for x in interpret(closed.jaxpr, closed.consts, args, rule)]
 
@@ -164,7 +165,7 @@ class NonfiniteTracer:
             return TracedValue(out)
         line = line_of(eqn, inside, _is_user_file)
         found = NonfiniteValue(
-            operation=eqn.primitive.name,
+            operation=op.of(eqn),
             value=describe_array(out),
             has_nan=_has_nan(out),
             arose=all(_is_finite(x.value) for x in inputs),
@@ -208,8 +209,8 @@ _summary = jax.jit(functools.partial(_summarize, jnp))
 
 def _in_float64(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Evaluate the equation with all of its floating-point arithmetic in float64."""
-    name, values = eqn.primitive.name, [_to_float64(x) for x in values]
-    if name == "reduce_precision":
+    name, values = op.of(eqn), [_to_float64(x) for x in values]
+    if name == op.REDUCE_PRECISION:
         return values
     if name in _AS_TRACED:
         return [_to_float64(out) for out in bind(eqn, cast_like([v.aval for v in eqn.invars], values))]

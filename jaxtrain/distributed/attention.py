@@ -14,19 +14,20 @@ from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.primitives import fused_attention
 from jaxtrain.passes import low_operation
 from jaxtrain.program import equations
+from jaxtrain.program import operations as op
 
 
 def find_attention(eqn: JaxprEqn) -> tuple[Options, tuple[str, ...]] | None:
     """Return the options of long attention, and the names of its operands; None for every other operation."""
-    traced = equations.inner_jaxprs(eqn) if eqn.primitive.name in equations.CALLS else []
+    traced = equations.inner_jaxprs(eqn) if op.of(eqn) in op.CALLS else []
     # Attention is marked for autocast, which would compute it anew, undivided, if the mark stayed.
-    if len(traced) != 1 or len(traced[0].eqns) != 1 or traced[0].eqns[0].primitive.name != "custom_vjp_call":
+    marked = equations.sole(traced[0]) if len(traced) == 1 else None
+    if marked is None or op.of(marked) != op.CUSTOM_VJP_CALL or marked.invars != traced[0].invars:
         return None
-    (marked,) = traced[0].eqns
-    body = equations.body(marked).eqns
-    if len(body) != 1 or body[0].primitive is not FORWARD or marked.invars != traced[0].invars:
+    forward = equations.sole(equations.body(marked))
+    if forward is None or op.of(forward) != FORWARD.name:
         return None
-    options = {**equations.params(body[0])}
+    options = {**equations.params(forward)}
     given = options.pop("given")
     return Options(**options), given
 

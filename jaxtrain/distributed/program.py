@@ -28,6 +28,7 @@ from jaxtrain.models.routed_experts import find_routed_experts
 from jaxtrain.passes import BLOCK, UnmergeRows
 from jaxtrain.passes.numerics import autocast as precision
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 
 
 def constrain_shardings(
@@ -82,7 +83,7 @@ def constrain_shardings(
                     # The first axis of weights may have the same size as the batch.
                     own = [id(v) in layers or id(x) in weights for v, x in zip(eqn.invars, args, strict=True)]
                     args = [x if of_layer else constraints(x) for x, of_layer in zip(args, own, strict=True)]
-                    return [constraints(y) for y in rewrite.HIGHER_ORDER["jit"](eqn, args, run)]
+                    return [constraints(y) for y in rewrite.HIGHER_ORDER[op.JIT](eqn, args, run)]
                 if (experts := find_routed_experts(eqn)) is not None and constraints.token_spec(args[0]) is not None:
                     return [divided_experts(experts, constraints, on_gpu)(*args)]
                 if (outs := tables(eqn, args)) is not None:
@@ -97,12 +98,12 @@ def constrain_shardings(
                     # XLA would divide the heads by a part of an axis, which no `custom_partitioning` can express.
                     if constraints.lengths or constraints.shares_heads(args):
                         return constraints.run_fused(
-                            lambda *x: rewrite.HIGHER_ORDER["jit"](eqn, [*x], _evaluate_unchanged), args
+                            lambda *x: rewrite.HIGHER_ORDER[op.JIT](eqn, [*x], _evaluate_unchanged), args
                         )
                     return None
                 if not constraints.lengths:
                     return None
-                if eqn.primitive.name == "reduce_max":
+                if op.of(eqn) == op.REDUCE_MAX:
                     return rewrite.bind(eqn, [constraints.constrain_scores(args[0], equations.axes(eqn))])
                 return unmerge_rows(eqn, args, run)
 
@@ -145,7 +146,7 @@ def _evaluate_unchanged(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any
 def _scanned_variables(traced: Jaxpr) -> Iterator[Any]:
     """Yield the variables that scans pass to each iteration: in a model, the weights of one layer."""
     for eqn in equations.visit(traced):
-        if eqn.primitive.name == "scan":
+        if op.of(eqn) == op.SCAN:
             yield from equations.scan_operands(eqn, equations.body(eqn).jaxpr.invars)[2]
 
 

@@ -19,6 +19,7 @@ from jaxtrain.distributed.mesh import FSDP
 from jaxtrain.distributed.sharding import replicate_over
 from jaxtrain.passes import DIVIDED_LOOKUP
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 
 
 class Tables:
@@ -38,9 +39,9 @@ class Tables:
         """Return the outputs of a lookup or a transposition of a table; None for every other operation."""
         if not args or id(args[0]) not in self._weights:
             return None
-        if eqn.primitive.name == "gather":
+        if op.of(eqn) == op.GATHER:
             return [self._constraints.constrain_tokens(self._lookup(eqn, args))]
-        if eqn.primitive.name == "transpose" and equations.permutation(eqn) == (1, 0):
+        if op.of(eqn) == op.TRANSPOSE and equations.permutation(eqn) == (1, 0):
             (out,) = rewrite.bind(eqn, args)
             self._transposed[id(out)] = out, args[0]
             return [out]
@@ -48,7 +49,7 @@ class Tables:
 
     def product(self, eqn: JaxprEqn, args: list[Any]) -> tuple[JaxprEqn, list[Any]] | None:
         """Return a product with a transposed table as one with the table; None for every other operation."""
-        if eqn.primitive.name != "dot_general" or id(args[1]) not in self._transposed:
+        if op.of(eqn) != op.DOT_GENERAL or id(args[1]) not in self._transposed:
             return None
         (of_rows, of_table), (batch, _) = equations.contraction(eqn)
         if batch or len(of_table) != 1:

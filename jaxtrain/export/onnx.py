@@ -27,7 +27,7 @@ from jaxtrain.export.onnx_graph import IR_VERSION, OPSET, Graph, Value, constant
 from jaxtrain.export.onnx_operators import OPERATORS, unsupported
 from jaxtrain.models.attention import FORWARD, as_formula
 from jaxtrain.program import equations
-from jaxtrain.program.equations import APPLICATIONS
+from jaxtrain.program import operations as op
 from jaxtrain.program.record import frames_of
 from jaxtrain.program.rewrite import bind, make_jaxpr, unroll_scan
 
@@ -146,7 +146,7 @@ def _convert(graph: Graph, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence
             return constant(np.asarray(variable.val, aval.dtype), unexpanded=True)
         return env[variable]
 
-    for eqn in jaxpr.eqns:
+    for eqn in equations.of(jaxpr):
         graph.line = _line(eqn) or graph.line
         env.update(zip(eqn.outvars, _convert_equation(graph, eqn, [read(v) for v in eqn.invars]), strict=True))
     return [read(v) for v in jaxpr.outvars]
@@ -159,17 +159,17 @@ def _line(eqn: JaxprEqn) -> str:
 
 
 def _convert_equation(graph: Graph, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
-    name = eqn.primitive.name
-    if name in APPLICATIONS:
+    name = op.of(eqn)
+    if name in op.APPLICATIONS:
         body = equations.body(eqn)
         closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
         return _convert(graph, closed.jaxpr, closed.consts, inputs)
     if name == FORWARD.name:
         closed = as_formula(eqn)
         return _convert(graph, closed.jaxpr, closed.consts, inputs)
-    if name == "scan":
+    if name == op.SCAN:
         return _unroll_scan(graph, eqn, inputs)
-    if name == "cond" and inputs[0].array is not None:
+    if name == op.COND and inputs[0].array is not None:
         # The condition of an unrolled layer, which `lax.cond` has clamped.
         branch = equations.branches(eqn)[int(inputs[0].array)]
         return _convert(graph, branch.jaxpr, branch.consts, inputs[1:])
@@ -187,7 +187,7 @@ def _is_foldable(eqn: JaxprEqn, inputs: Sequence[Value]) -> bool:
     if any(x.array is None for x in inputs) or any(not isinstance(size, int) for x in shapes for size in x.shape):
         return False
     # Views are not folded, because the original array may be needed too.
-    is_view = eqn.primitive.name in ("transpose", "broadcast_in_dim", "name", "stop_gradient", "dim_as_value")
+    is_view = op.of(eqn) in (op.TRANSPOSE, op.BROADCAST_IN_DIM, op.NAME, op.STOP_GRADIENT, op.DIM_AS_VALUE)
     before = sum(x.array.size for x in inputs if x.array is not None)
     after = sum(v.aval.size for v in eqn.outvars)  # type: ignore[attr-defined]
     return not is_view and after <= max(before, _MAX_FOLDED)

@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn
 from jaxtrain.errors import UserError
 from jaxtrain.export.onnx_graph import Graph, Value, constant, element_type, integers
 from jaxtrain.program import equations
+from jaxtrain.program import operations as op
 
 Operator = Callable[[Graph, JaxprEqn, Sequence[Value]], list[Value]]
 
@@ -355,7 +356,7 @@ def _aval(variable: Any) -> Any:
 
 def unsupported(graph: Graph, eqn: JaxprEqn, why: str) -> UserError:
     """Return the error for an operation without a counterpart in ONNX, with its source line."""
-    return UserError(f"{eqn.primitive.name}{graph.line} cannot be exported to ONNX ({why}): export it as stablehlo")
+    return UserError(f"{op.of(eqn)}{graph.line} cannot be exported to ONNX ({why}): export it as stablehlo")
 
 
 OPERATORS: dict[str, Operator] = {

@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from jaxtrain.passes import biased_products
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 from jaxtrain.program.follow import Apply, Followed, carried, used
 
 
@@ -77,7 +78,7 @@ class Form(Followed):
     def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> Any:
         """Return rows that are looked up; other equations use the array."""
         del rest
-        return self.rows(apply(self.array())) if eqn.primitive.name == "gather" else None
+        return self.rows(apply(self.array())) if op.of(eqn) == op.GATHER else None
 
 
 class KernelForm(Form):
@@ -94,9 +95,9 @@ class KernelForm(Form):
 
     def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> Any:
         """As `Form.moved`, and the form of the transposed or converted kernel."""
-        if eqn.primitive.name == "convert_element_type" and _is_floating(eqn):
+        if op.of(eqn) == op.CONVERT_ELEMENT_TYPE and _is_floating(eqn):
             return self.astype(equations.dtype(eqn))
-        is_transpose = eqn.primitive.name == "transpose" and equations.permutation(eqn) == (1, 0)
+        is_transpose = op.of(eqn) == op.TRANSPOSE and equations.permutation(eqn) == (1, 0)
         return self.transpose() if is_transpose else super().moved(eqn, rest, apply)
 
     def astype(self, dtype: Any) -> "KernelForm":
@@ -240,12 +241,12 @@ class _Rule:
             return [total + self.pending.pop(eqn.outvars[0]).astype(total.dtype)]
         if not any(map(is_form, args)):
             return None
-        name = eqn.primitive.name
-        if name == "while":
+        name = op.of(eqn)
+        if name == op.WHILE:
             loop = equations.while_loop(eqn)
             n_consts = loop.n_condition + loop.n_body
             return rewrite.HIGHER_ORDER[name](eqn, [*args[:n_consts], *map(used, args[n_consts:])], run)
-        if name == "dot_general" and _multiplies_by_form(eqn, args):
+        if name == op.DOT_GENERAL and _multiplies_by_form(eqn, args):
             return self._product(eqn, *args)
         return carried(eqn, args, run)
 

@@ -24,7 +24,8 @@ from jaxtrain.passes.memory import blocks
 from jaxtrain.passes.mesh.window_sums import is_partial
 from jaxtrain.paths import Frozen, path_name
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.follow import LAYOUT, Apply, Followed, is_followed, moved_or_used, used
+from jaxtrain.program import operations as op
+from jaxtrain.program.follow import Apply, Followed, is_followed, moved_or_used, used
 
 # Gradients are float16, and inside a block they may be larger than those that enter it.
 _LARGEST, _HEADROOM = 65504.0, 16.0
@@ -83,7 +84,7 @@ def scale_blocks(
             return _evaluate_block(eqn, args, *blocks.of_one(own))
         if own is None:
             return [_differentiated(x) for x in moved_or_used(eqn, args, rewrite.bind)]
-        if eqn.primitive.name == "scan":
+        if op.of(eqn) == op.SCAN:
             return _evaluate_scan(eqn, args, own, run)
         if any(equations.operand_shardings(eqn)):
             args = [_differentiated(used(x)) if is_followed(x) else x for x in args]
@@ -129,10 +130,10 @@ class _Differentiated(Followed):
 
     def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> "_Differentiated | None":
         """Return a converted value, or one in another layout."""
-        if eqn.primitive.name == "convert_element_type" and _is_floating(eqn.outvars[0].aval):
+        if op.of(eqn) == op.CONVERT_ELEMENT_TYPE and _is_floating(eqn.outvars[0].aval):
             dtype = equations.dtype(eqn)
             return _Differentiated(_converted(self.value, dtype), dtype)
-        is_layout = eqn.primitive.name in LAYOUT and not rest
+        is_layout = op.of(eqn) in op.LAYOUT and not rest
         return _Differentiated(apply(self.value), self.dtype) if is_layout else None
 
 

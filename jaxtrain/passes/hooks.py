@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtrain.errors import UserError
 from jaxtrain.paths import path_name
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 
 Hook = Callable[[jax.Array], jax.Array]
 """From a gradient to the gradient that replaces it, of the same shape and dtype."""
@@ -66,7 +67,7 @@ def add_hooks(compute: Callable[..., Any], hooks: Mapping[str, Hook]) -> Callabl
 
     def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         del run
-        if eqn.primitive.name != "name" or equations.label(eqn) not in hooks:
+        if op.of(eqn) != op.NAME or equations.label(eqn) not in hooks:
             return None
         return [hook(x, hooks[equations.label(eqn)]) for x in rewrite.bind(eqn, args)]
 
@@ -77,7 +78,7 @@ def add_hooks(compute: Callable[..., Any], hooks: Mapping[str, Hook]) -> Callabl
             _refuse_unknown(
                 {*hooks},
                 paths,
-                {equations.label(eqn) for eqn in equations.visit(closed.jaxpr) if eqn.primitive.name == "name"},
+                {equations.label(eqn) for eqn in equations.visit(closed.jaxpr) if op.of(eqn) == op.NAME},
             )
             return rewrite.interpret(closed.jaxpr, closed.consts, leaves, rule)
 

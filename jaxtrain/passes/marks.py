@@ -3,6 +3,7 @@
 from jax.extend.core import JaxprEqn
 
 from jaxtrain.program import equations
+from jaxtrain.program import operations as op
 
 GATHERED_COPY = "gathered_copy"
 """Name of a jitted function of a parameter and its copy that returns the copy."""
@@ -13,4 +14,4 @@ DIVIDED_LOOKUP = "divided_lookup"
 
 def looks_up(eqn: JaxprEqn, i: int) -> bool:
     """Return whether an equation looks up rows of operand i."""
-    return i == 0 and (eqn.primitive.name == "gather" or equations.is_call(eqn, DIVIDED_LOOKUP))
+    return i == 0 and (op.of(eqn) == op.GATHER or equations.is_call(eqn, DIVIDED_LOOKUP))

@@ -18,11 +18,10 @@ from jaxtrain.passes.fp8.magnitudes import scaled_kernel, scaled_rows
 from jaxtrain.passes.fp8.product import NAME as FP8_PRODUCT
 from jaxtrain.passes.memory.blocks import count, is_block
 from jaxtrain.passes.memory.remat import FUSED
-from jaxtrain.passes.numerics.autocast_lists import PRODUCTS
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.exponents import bounds, count_from
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.follow import CALLS
+from jaxtrain.program import operations as op
 
 
 class Counter(NamedTuple):
@@ -123,14 +122,14 @@ class _Walk:
         return _CONSTANT if isinstance(var, Literal) else self._kinds.get(var, _CONSTANT)
 
     def _rule(self, eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
-        kinds, name = [self._kind(v) for v in eqn.invars], eqn.primitive.name
-        if name == "scan":
+        kinds, name = [self._kind(v) for v in eqn.invars], op.of(eqn)
+        if name == op.SCAN:
             return self._scan(eqn, args, kinds, run)
-        if name in CALLS:
+        if name in op.FUNCTIONS:
             return self._call(eqn, args, kinds, run)
         if name == FP8_PRODUCT and self._dtype is None:
             return [self._in_8_bits(eqn, args, kinds)]
-        if name in (*PRODUCTS, BIASED_PRODUCT, FUSED):
+        if name in (*op.PRODUCTS, BIASED_PRODUCT, FUSED):
             args = [self._operand(v, x, kind) for v, x, kind in zip(eqn.invars, args, kinds, strict=True)]
         outs = rewrite.bind(eqn, args)
         joined = _joined(kinds)
@@ -176,7 +175,7 @@ class _Walk:
         if is_layer:
             self._counter = jax.tree.map(lambda x: x[self._next_block], self._blocks)
             self._next_block, self._in_layers = self._next_block + 1, True
-        outs = rewrite.HIGHER_ORDER[eqn.primitive.name](eqn, args, run)
+        outs = rewrite.HIGHER_ORDER[op.of(eqn)](eqn, args, run)
         if is_layer:
             self._counter, self._in_layers = self._after, False
         self._kinds.update((out, self._kind(v)) for out, v in zip(eqn.outvars, body.outvars, strict=True))
@@ -200,7 +199,7 @@ class _Walk:
                 self._blocks, self._next_block = own_probes, 0
             return run(body, consts, inputs)
 
-        outs = rewrite.HIGHER_ORDER["scan"](eqn, [*args, own], step)
+        outs = rewrite.HIGHER_ORDER[op.SCAN](eqn, [*args, own], step)
         if per_step:
             self._blocks, self._next_block, self._counter = blocks, first + length * per_step, self._after
         self._kinds.update((out, carried) for out in eqn.outvars)
@@ -217,8 +216,8 @@ def _joined(kinds: Sequence[_Kind]) -> _Kind:
 def _rounds(eqn: JaxprEqn) -> bool:
     """Return whether an equation is a product or a conversion between floating-point dtypes, or contains one."""
     return any(
-        inner.primitive.name in (*PRODUCTS, BIASED_PRODUCT, FUSED)
-        or (inner.primitive.name == "convert_element_type" and jnp.issubdtype(inner.invars[0].aval.dtype, np.floating))  # type: ignore[attr-defined]
+        op.of(inner) in (*op.PRODUCTS, BIASED_PRODUCT, FUSED)
+        or (op.of(inner) == op.CONVERT_ELEMENT_TYPE and jnp.issubdtype(inner.invars[0].aval.dtype, np.floating))  # type: ignore[attr-defined]
         for inner in equations.within(eqn)
     )
 

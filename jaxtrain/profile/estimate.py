@@ -12,28 +12,29 @@ from jaxtrain.cost import Ceilings, equation_seconds, executed
 from jaxtrain.profile.kinds import kind_of_opcodes
 from jaxtrain.profile.program import ATTENTION
 from jaxtrain.profile.trace import Row, Span, table_rows
+from jaxtrain.program import operations as op
 from jaxtrain.program.hlo import LIBRARIES, short_path
 from jaxtrain.program.record import frames_of
 
 # XLA's opcodes of primitives with another name that are not elementwise.
 _OPCODES = {
-    "dot_general": "dot",
+    op.DOT_GENERAL: "dot",
     "biased_product": "dot",
     "fp8_product": "dot",
     "scaled_product": "dot",
-    "ragged_dot_general": "dot",
-    "conv_general_dilated": "convolution",
-    "broadcast_in_dim": "broadcast",
-    "split": "slice",
-    "squeeze": "reshape",
-    "rev": "reverse",
-    "psum": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "all_to_all": "all-to-all",
-    "reduce_scatter": "reduce-scatter",
-    "ppermute": "collective-permute",
+    op.RAGGED_DOT_GENERAL: "dot",
+    op.CONV_GENERAL_DILATED: "convolution",
+    op.BROADCAST_IN_DIM: "broadcast",
+    op.SPLIT: "slice",
+    op.SQUEEZE: "reshape",
+    op.REV: "reverse",
+    op.PSUM: "all-reduce",
+    op.PSUM_INVARIANT: "all-reduce",
+    op.ALL_GATHER: "all-gather",
+    op.ALL_GATHER_INVARIANT: "all-gather",
+    op.ALL_TO_ALL: "all-to-all",
+    op.REDUCE_SCATTER: "reduce-scatter",
+    op.PPERMUTE: "collective-permute",
 }
 
 
@@ -66,7 +67,7 @@ def estimate_table(step: Jaxpr, device: Ceilings, steps: int, top: int = 3) -> l
 
 
 def _span(eqn: JaxprEqn) -> Span:
-    name, frames = eqn.primitive.name, frames_of(eqn)
+    name, frames = op.of(eqn), frames_of(eqn)
     kind = kind_of_opcodes({_OPCODES.get(name, name.replace("_", "-"))})
     functions = {frame.function_name.rpartition(".")[2] for frame in frames}
     if kind in ("matmul", "elementwise") and not ATTENTION.isdisjoint(functions):

@@ -9,33 +9,42 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from jaxtrain.program import operations as op
 
 _Function = TypeVar("_Function")
 
-CALLS = ("jit", "pjit")
-"""Primitives that call a jitted function."""
 
-CHECKPOINTS = ("checkpoint", "remat2")
-"""Primitives whose jaxpr the backward pass computes again."""
+def of(jaxpr: Any) -> Sequence[JaxprEqn]:
+    """Return the equations of a jaxpr, closed or not, without those inside them."""
+    eqns: Sequence[JaxprEqn] = jaxpr.eqns
+    return eqns
 
-EVALUATIONS = ("eval_jaxpr", "closed_call", "call", "composite", "custom_vmap_call")
-"""Primitives that apply a jaxpr to their operands, without a boundary of its own: what differentiation splits off a
-checkpoint ("closed_call", since JAX 0.12 "eval_jaxpr"), and functions with a rule for other compilers or for `vmap`."""
 
-CUSTOM = ("custom_jvp_call", "custom_vjp_call")
-"""Primitives of functions with a derivative of their own, which is traced when they are differentiated."""
+def sole(jaxpr: Any) -> JaxprEqn | None:
+    """Return the only equation of a jaxpr; None if it has none or several."""
+    return jaxpr.eqns[0] if len(jaxpr.eqns) == 1 else None
 
-APPLICATIONS = frozenset({*CALLS, *EVALUATIONS, *CHECKPOINTS, *CUSTOM})
-"""Primitives whose results are those of one jaxpr, applied to the same operands."""
 
-HIJAX = "call_hi_primitive"
-"""The primitive of all operations of `jax.experimental.hijax`, such as `lax.custom_root` since JAX 0.12."""
+def producers(jaxpr: Any) -> dict[Var, JaxprEqn]:
+    """Return the equations of a jaxpr by the variables that they compute."""
+    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+
+def reads(jaxpr: Jaxpr) -> Iterator[Var]:
+    """Yield the variables that the equations of a jaxpr read, and those that are its results, as often as they are."""
+    yield from (v for v in (*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)) if isinstance(v, Var))
+
+
+def saves(policy: Callable[..., Any], eqn: JaxprEqn) -> bool:
+    """Return whether a policy of `jax.checkpoint` saves the results of an equation."""
+    return bool(policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params))
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """Return the jaxprs among an equation's parameters, and that of an operation of `jax.experimental.hijax`."""
-    if eqn.primitive.name == HIJAX:
+    if op.of(eqn) == op.CALL_HI_PRIMITIVE:
         operation = eqn.params["_prim"]
         return [jax.make_jaxpr(operation.expand)(*operation.in_avals).jaxpr]
     params = [p for value in eqn.params.values() for p in (value if isinstance(value, tuple) else (value,))]
@@ -75,7 +84,7 @@ def in_scope(eqn: JaxprEqn, name: str) -> bool:
 
 def is_call(eqn: JaxprEqn, name: str) -> bool:
     """Return whether the equation calls a jitted function of that name."""
-    return eqn.params.get("name") == name and eqn.primitive.name in CALLS
+    return eqn.params.get("name") == name and op.of(eqn) in op.CALLS
 
 
 def marked_function(eqn: JaxprEqn, prefix: str, functions: Mapping[str, _Function], what: str) -> _Function | None:
@@ -100,7 +109,7 @@ def marked_function(eqn: JaxprEqn, prefix: str, functions: Mapping[str, _Functio
 
 def body(eqn: JaxprEqn) -> Any:
     """Return the jaxpr, closed or not, that an equation applies to its operands, or a scan repeats."""
-    return next(eqn.params[key] for key in ("call_jaxpr", "jaxpr", "call") if key in eqn.params)
+    return next(eqn.params[key] for key in ("call_jaxpr", "jaxpr", op.CALL) if key in eqn.params)
 
 
 def label(eqn: JaxprEqn) -> str:

@@ -15,15 +15,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.program import equations, rewrite
-
-CALLS = frozenset({*equations.CALLS, *equations.CHECKPOINTS})
-"""Primitives whose function takes a followed value."""
-
-IDENTITIES = frozenset({"copy", "name", "sharding_constraint"})
-"""Primitives that return their operand."""
-
-LAYOUT = IDENTITIES | {"dynamic_slice", "reshape", "slice", "squeeze", "transpose"}
-"""Primitives that return the numbers of their first operand, or a part of them; their other operands are indices."""
+from jaxtrain.program import operations as op
 
 Apply = Callable[[Any], Any]
 """Applies an equation to another array in the place of its first operand."""
@@ -101,9 +93,9 @@ def follow(rule: rewrite.Rule) -> rewrite.Run:
 
 def carried(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any]:
     """Return the results of an equation that knows nothing of its followed operands."""
-    if eqn.primitive.name in CALLS:
-        return rewrite.HIGHER_ORDER[eqn.primitive.name](eqn, args, run)
-    if eqn.primitive.name == "scan":
+    if op.of(eqn) in op.FUNCTIONS:
+        return rewrite.HIGHER_ORDER[op.of(eqn)](eqn, args, run)
+    if op.of(eqn) == op.SCAN:
         return scan(eqn, args, run)
     return moved_or_used(eqn, args, partial(rewrite.apply, run=run))
 
@@ -128,26 +120,26 @@ def scan(eqn: JaxprEqn, args: Sequence[Any], run: rewrite.Run) -> list[Any]:
         return [*map(used, run(traced, body_consts, [*values[:end], *slices]))]
 
     xs = [x.to_slice() if is_followed(x) else x for x in xs]
-    return rewrite.HIGHER_ORDER["scan"](eqn, [*consts, *map(used, carry), *xs], body)
+    return rewrite.HIGHER_ORDER[op.SCAN](eqn, [*consts, *map(used, carry), *xs], body)
 
 
 def moves(eqn: JaxprEqn) -> bool:
     """Return whether an equation changes the layout of its first operand alone."""
-    return eqn.primitive.name in LAYOUT or (eqn.primitive.name == "custom_vjp_call" and returns_operand(eqn))
+    return op.of(eqn) in op.LAYOUT or (op.of(eqn) == op.CUSTOM_VJP_CALL and returns_operand(eqn))
 
 
 def returns_operand(eqn: JaxprEqn) -> bool:
     """Return whether an equation returns its operand: a constraint of its sharding, or a hook."""
-    if eqn.primitive.name != "custom_vjp_call":
-        return eqn.primitive.name == "sharding_constraint"
+    if op.of(eqn) != op.CUSTOM_VJP_CALL:
+        return op.of(eqn) == op.SHARDING_CONSTRAINT
     body = equations.body(eqn).jaxpr
     return constrained_to(eqn) is not None or (not body.eqns and body.outvars == body.invars)
 
 
 def constrained_to(eqn: JaxprEqn) -> Any:
     """Return the sharding that an equation constrains its operand to, perhaps with a gradient of its own; else None."""
-    inner = equations.body(eqn).jaxpr.eqns if eqn.primitive.name == "custom_vjp_call" else [eqn]
-    is_constraint = [x.primitive.name for x in inner] == ["sharding_constraint"]
+    inner = equations.body(eqn).jaxpr.eqns if op.of(eqn) == op.CUSTOM_VJP_CALL else [eqn]
+    is_constraint = [op.of(x) for x in inner] == [op.SHARDING_CONSTRAINT]
     return equations.sharding(inner[0]) if is_constraint else None
 
 
@@ -171,7 +163,7 @@ class Use(NamedTuple):
 
 def enters(eqn: JaxprEqn, i: int) -> bool:
     """Return whether operand i of a call, a checkpoint or a scan is used inside it alone."""
-    return eqn.primitive.name in CALLS or (eqn.primitive.name == "scan" and not equations.is_carry(eqn, i))
+    return op.of(eqn) in op.FUNCTIONS or (op.of(eqn) == op.SCAN and not equations.is_carry(eqn, i))
 
 
 def uses(traced: Jaxpr, variable: Any, passes: Where, enters: Where = enters) -> Iterator[Use]:

@@ -6,7 +6,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from jaxtrain.program import equations
-from jaxtrain.program.equations import APPLICATIONS
+from jaxtrain.program import operations as op
 from jaxtrain.program.rewrite import Rule, Run, evaluate_inner, run_while, unroll_scan
 
 Inside = Sequence[JaxprEqn]
@@ -48,16 +48,16 @@ def record(
     inside: list[JaxprEqn] = []
 
     def contents(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any] | None:
-        name = eqn.primitive.name
+        name = op.of(eqn)
         if is_one(eqn):
             return None
-        if name in APPLICATIONS:
+        if name in op.APPLICATIONS:
             return evaluate_inner(equations.body(eqn), args, run)
-        if name == "scan":
+        if name == op.SCAN:
             return unroll_scan(eqn, args, run, **slices)
-        if name == "while" and array is not None:
+        if name == op.WHILE and array is not None:
             return run_while(eqn, args, run, lambda x: bool(array(x)))
-        if name == "cond" and array is not None:
+        if name == op.COND and array is not None:
             return evaluate_inner(equations.branches(eqn)[int(array(args[0]))], args[1:], run)
         return None
 
@@ -75,7 +75,7 @@ def record(
 
 def line_of(eqn: JaxprEqn, inside: Inside, is_user: Callable[[str], bool]) -> tuple[str, int] | None:
     """Return the innermost line of a file that `is_user` accepts; for a derivative, that of the original operation."""
-    frames, calls = frames_of(eqn), [x for x in inside if x.primitive.name in APPLICATIONS]
+    frames, calls = frames_of(eqn), [x for x in inside if op.of(x) in op.APPLICATIONS]
     if calls:
         # JAX traces a jitted function once: beyond the function itself, the frames are those of its first caller.
         name = equations.label(calls[-1])

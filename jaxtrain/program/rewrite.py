@@ -22,9 +22,8 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from jaxtrain.program import operations as op
 from jaxtrain.program.equations import (
-    CUSTOM,
-    EVALUATIONS,
     body,
     is_opaque,
     scan_operands,
@@ -110,7 +109,7 @@ def interpret(
         return interpret(inner, inner_consts, inner_args, rule, where)
 
     def may_change(inner: JaxprEqn) -> bool:
-        return where is None or where(inner) or inner.primitive.name in CUSTOM
+        return where is None or where(inner) or op.of(inner) in op.CUSTOM
 
     consts = consts or getattr(jaxpr, "consts", ())  # since JAX 0.11 a jaxpr that is not called closed may have some
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_in_mode, consts), *args], strict=True))
@@ -159,7 +158,7 @@ def _source_of(eqn: JaxprEqn) -> Iterator[None]:
 
 def apply(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     """Apply the equation to `args`; `run` evaluates the jaxprs within it."""
-    rebuild = HIGHER_ORDER.get(eqn.primitive.name)
+    rebuild = HIGHER_ORDER.get(op.of(eqn))
     return bind(eqn, args) if rebuild is None else rebuild(eqn, args, run)
 
 
@@ -418,17 +417,17 @@ def _gradients(returned: Any) -> list[Any]:
 
 
 HIGHER_ORDER: dict[str, Callable[..., list[Any]]] = {
-    **dict.fromkeys(EVALUATIONS, _evaluate_called),
-    "jit": _jit,
-    "pjit": _jit,
-    "remat2": _checkpoint,
-    "checkpoint": _checkpoint,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "custom_jvp_call": _custom_jvp,
-    "custom_vjp_call": _custom_vjp,
-    "shard_map": _shard_map,
+    **dict.fromkeys(op.EVALUATIONS, _evaluate_called),
+    op.JIT: _jit,
+    op.PJIT: _jit,
+    op.REMAT2: _checkpoint,
+    op.CHECKPOINT: _checkpoint,
+    op.SCAN: _scan,
+    op.WHILE: _while,
+    op.COND: _cond,
+    op.CUSTOM_JVP_CALL: _custom_jvp,
+    op.CUSTOM_VJP_CALL: _custom_vjp,
+    op.SHARD_MAP: _shard_map,
     "xla_metadata_call": _with_metadata,
 }
 """Functions that rebuild an equation, `(eqn, args, run)`; those of loops and branches also take `results`, shapes and

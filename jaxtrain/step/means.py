@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-SAME_VALUES = frozenset({"convert_element_type", "neg", "copy", "reshape", "squeeze", "reduce_precision"})
+from jaxtrain.program import operations as op
+
+SAME_VALUES = frozenset({op.CONVERT_ELEMENT_TYPE, op.NEG, op.COPY, op.RESHAPE, op.SQUEEZE, op.REDUCE_PRECISION})
 """Operations of which a mean is still a mean, up to its sign."""
 
 
@@ -32,7 +34,7 @@ def is_of_integers(total: Any) -> bool:
     """Return whether a traced total is a sum of integers or booleans, which have no gradient."""
     while True:
         operation, inputs = traced_operation(total)
-        if operation not in SAME_VALUES | {"reduce_sum"}:
+        if operation not in SAME_VALUES | {op.REDUCE_SUM}:
             return False
         total = inputs[0]
         if getattr(total, "dtype", np.dtype(np.float32)).kind in "biu":
@@ -46,17 +48,17 @@ def _mean_over(x: Any) -> int | None:
         return None
     if operation in SAME_VALUES:
         return _mean_over(inputs[0])
-    if operation in ("add", "sub"):
+    if operation in (op.ADD, op.SUB):
         sizes = [_mean_over(y) for y in inputs]
         return sizes[0] if sizes[0] == sizes[1] else None
-    if operation == "div" and (divisor := _constant(inputs[1])):
+    if operation == op.DIV and (divisor := _constant(inputs[1])):
         return int(divisor) if _summed_elements(inputs[0]) == divisor else None
     return None
 
 
 def _summed_elements(x: Any) -> int | None:
     operation, inputs = traced_operation(x)
-    if operation == "reduce_sum":
+    if operation == op.REDUCE_SUM:
         return math.prod(inputs[0].shape) if x.shape == () else None
     return _summed_elements(inputs[0]) if operation in SAME_VALUES else None
 
@@ -68,7 +70,7 @@ def traced_operation(x: Any) -> tuple[str | None, Any]:
         x = x.primal
     equation: Any = getattr(x, "parent", None)
     try:
-        return equation.primitive.name, equation.in_tracers
+        return op.of(equation), equation.in_tracers
     except AttributeError:
         return None, ()
 

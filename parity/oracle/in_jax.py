@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxtrain.errors import UserError
 from jaxtrain.passes.fp8.scales import rounded_once
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 from parity.oracle.literal import written_number
 
 JAX_WIDER = {
@@ -38,7 +39,7 @@ ERRORS = 4099
 """Number of rounding errors that the constants of a program share; a prime, so that rows do not repeat them."""
 BITS = "bits_of_float32"
 """Name of a jitted function that reads the bits of a number, which is rounded to float32 for it."""
-DECLARED = frozenset({"call_exported", "ffi_call", "io_callback", "pallas_call", "pure_callback", "scaled_dot"})
+DECLARED = frozenset({op.CALL_EXPORTED, op.FFI_CALL, op.IO_CALLBACK, op.PALLAS_CALL, op.PURE_CALLBACK, op.SCALED_DOT})
 """Primitives whose results have the dtype that they declare, most of them computed outside of XLA."""
 
 
@@ -123,7 +124,7 @@ def _nudged(closed: ClosedJaxpr, errors: jax.Array) -> ClosedJaxpr:
         return tuple(map(changed, value)) if type(value) is tuple else value
 
     body = closed.jaxpr
-    eqns = [equations.map_params(eqn, changed) for eqn in body.eqns]
+    eqns = [equations.map_params(eqn, changed) for eqn in equations.of(body)]
     return ClosedJaxpr(body.replace(eqns=eqns), [_nudged_array(x, errors) for x in closed.consts])
 
 
@@ -151,32 +152,32 @@ def _run(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
     del run  # unlike `_run`, it leaves literal results unchanged
-    name = eqn.primitive.name
+    name = op.of(eqn)
     if equations.is_call(eqn, "_bernoulli") or equations.is_call(eqn, BITS):
         return rewrite.bind_as_traced(eqn, args)  # drawn from the bits of this precision
     args = [_widened(v, x) for v, x in zip(eqn.invars, args, strict=True)]
-    if name == "reduce_precision":
+    if name == op.REDUCE_PRECISION:
         return args
-    if name == "bitcast_convert_type":
+    if name == op.BITCAST_CONVERT_TYPE:
         if getattr(eqn.invars[0].aval, "dtype", None) in JAX_WIDER:
             _refuse(eqn, "it reads the bits of a number: compute the value instead")
         return rewrite.bind(eqn, args)  # random draws are made of bits and stay unchanged
-    if name == "custom_vjp_call" and equations.is_opaque(eqn):
+    if name == op.CUSTOM_VJP_CALL and equations.is_opaque(eqn):
         _refuse(eqn, "its derivative is opaque: write it without symbolic zeros, with everything it reads as arguments")
-    if name in ("scan", "while", "cond"):
+    if name in (op.SCAN, op.WHILE, op.COND):
         # Rebuilt with the dtypes of their bodies' arguments, which must be converted first.
         return rewrite.HIGHER_ORDER[name](_lifted(eqn), args, _as_it_is)
     if name in rewrite.HIGHER_ORDER:
         return rewrite.HIGHER_ORDER[name](eqn, args, _run)
     if name in DECLARED and any(_is_low(v.aval) for v in eqn.outvars):
         _refuse(eqn, "it returns the dtype that it declares: declare that of its arguments")
-    if name == equations.HIJAX:
+    if name == op.CALL_HI_PRIMITIVE:
         kind = equations.hijax_operation(eqn)
         _refuse(eqn, f"{kind} of jax.experimental.hijax has its own dtypes: write the model without it")
-    if name == "convert_element_type" and _is_8_bits(equations.dtype(eqn)):
+    if name == op.CONVERT_ELEMENT_TYPE and _is_8_bits(equations.dtype(eqn)):
         # As PyTorch does, by way of float32.
         return [rounded_once(lax.convert_element_type(args[0], np.float32), equations.dtype(eqn))]
-    if name == "dot_general":
+    if name == op.DOT_GENERAL:
         args = [lax.convert_element_type(x, np.float64) if _is_8_bits(x.dtype) else x for x in args]
     return rewrite.bind(_lifted(eqn), args)
 
@@ -210,7 +211,7 @@ def _lifted_param(value: Any) -> Any:
 
 
 def _refuse(eqn: JaxprEqn, why: str) -> None:
-    raise UserError(f"{eqn.primitive.name} of the JAX model cannot be computed in float64: {why}")
+    raise UserError(f"{op.of(eqn)} of the JAX model cannot be computed in float64: {why}")
 
 
 def _widened(var: Any, x: Any) -> Any:

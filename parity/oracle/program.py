@@ -15,6 +15,7 @@ from jaxtrain.passes.fp8.scaled_product import NAME as SCALED_PRODUCT
 from jaxtrain.passes.fp8.scaled_product import evaluate as evaluate_scaled_product
 from jaxtrain.passes.fp8.scales import CAST, evaluate_cast
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 from parity.oracle.in_jax import BITS, evaluate, traced_in_32_bits
 
 _WRITTEN_OUT: dict[str, Callable[..., jax.Array]] = {
@@ -40,12 +41,12 @@ def program_in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
-    name = eqn.primitive.name
+    name = op.of(eqn)
     if name in _WRITTEN_OUT:
         return [rewrite.transform(partial(_WRITTEN_OUT[name], **equations.params(eqn)), _rule)(*args)]
-    if name == "bitcast_convert_type" and getattr(eqn.invars[0].aval, "dtype", None) == np.float32:
+    if name == op.BITCAST_CONVERT_TYPE and getattr(eqn.invars[0].aval, "dtype", None) == np.float32:
         return [_bits(args[0])]
-    if name == "cond" and (platforms := equations.platforms_of_branches(eqn)) is not None:
+    if name == op.COND and (platforms := equations.platforms_of_branches(eqn)) is not None:
         # The residuals of one branch have shapes of their own, in place of those of the others.
         body = equations.branches(eqn)[_branch_here(platforms)]
         return run(body.jaxpr, body.consts, args[1:])

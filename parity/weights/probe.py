@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from jax.extend.core import Jaxpr
 
+from jaxtrain.program import operations as op
 from jaxtrain.program.equations import visit
 from jaxtrain.program.rewrite import make_jaxpr
 from jaxtrain.step import validated
@@ -24,7 +25,7 @@ from parity.torch_side import few_threads, in_dtype, seeded_model, tensor
 Shape = tuple[int, ...]
 MAX_DISTANCE = 1e-6
 """Largest relative distance of two equal changes of a float64 loss."""
-DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
+DRAWS = frozenset({op.RANDOM_BITS, op.THREEFRY2X32, op.RNG_BIT_GENERATOR})
 """Primitives that draw random numbers."""
 NEGLIGIBLE_CHANGE = 1e-9
 """A change of the loss below this part of it counts as none."""
@@ -79,7 +80,7 @@ def _probe_of(case: Case, model: torch.nn.Module) -> Probe:
 
 def _draws(body: Jaxpr) -> bool:
     """Whether a program draws random numbers."""
-    return any(eqn.primitive.name in DRAWS for eqn in visit(body))
+    return any(op.of(eqn) in DRAWS for eqn in visit(body))
 
 
 def relative_distance(ours: float, theirs: float, loss: float) -> float:

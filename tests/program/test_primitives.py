@@ -1,9 +1,11 @@
 """Every primitive of the installed JAX has its place in each table of primitives, and is evaluated by each rewriter."""
 
+import ast
 import importlib
 import re
 import sys
 from collections import Counter
+from pathlib import Path
 
 import jax
 import jax.ad_checkpoint
@@ -18,7 +20,7 @@ from jax.extend.core import Primitive, primitives
 
 from jaxtrain.cost.flops import flops
 from jaxtrain.passes.numerics.autocast_lists import ARITHMETIC, AS_TRACED, LISTS, UNLISTED, Dtype
-from jaxtrain.program import equations, rewrite
+from jaxtrain.program import equations, operations, rewrite
 from parity.oracle.in_jax import in_float64
 
 KERNELS = ("jax._src.pallas", "jax._src.cudnn", "jax._src.thunky", "jax.experimental")
@@ -45,34 +47,57 @@ EARLIER = {"call", "checkpoint", "closed_call", "pjit"}
 SINCE_0_12 = {"log2", "one_minus_square", "polynomial"}
 EXPERIMENTAL = {"xla_metadata_call"}
 TABLES = {
-    "cost.flops": ("_ATTENTION",),
-    "cpu.short_rows": ("_ELEMENTWISE",),
-    "debug.first_nonfinite": ("_AS_TRACED",),
     "export.onnx_operators": ("OPERATORS",),
-    "profile.estimate": ("_OPCODES",),
-    "step.means": ("SAME_VALUES",),
-    "passes.xla_gpu.added_products": ("FUSED_BEHIND", "_ADD"),
     "passes.numerics.autocast_lists": ("CPU", "CUDA", "ARITHMETIC"),
-    "program.follow": ("CALLS", "IDENTITIES", "LAYOUT"),
-    "passes.mesh.gathered": ("_OF_BOTH",),
-    "program.equations": ("APPLICATIONS",),
     "program.rewrite": ("HIGHER_ORDER",),
-    "passes.numerics.low_compute": ("_WITHIN_SOFTMAX", "_END_OF_SOFTMAX", "_BROADCASTING"),
-    "passes.mesh.merged_rows": ("ELEMENTWISE",),
-    "passes.mesh.groups": ("OF_SUMS",),
-    "passes.mesh.partial_gradients": ("_SUMS",),
-    "passes.numerics.autocast": ("_INDEPENDENT",),
-    "passes.xla_gpu.scanned": ("CHEAP",),
-    "passes.xla_gpu.shared_scales": ("_UNCHANGED",),
 }
+
+
+def known_names():
+    """Return the names of the primitives of this JAX, of the other versions that are supported, and of this project."""
+    return names_of_primitives() | OWN | EARLIER | EXPERIMENTAL | (set() if hasattr(lax, "polynomial") else SINCE_0_12)
 
 
 @pytest.mark.parametrize("module", TABLES)
 def test_every_name_in_a_table_is_that_of_a_primitive(module):
     """A primitive that JAX renames would otherwise leave its table without a word."""
-    names = names_of_primitives() | OWN | EARLIER | EXPERIMENTAL | (set() if hasattr(lax, "polynomial") else SINCE_0_12)
     for table in TABLES[module]:
-        assert {*getattr(importlib.import_module(f"jaxtrain.{module}"), table)} <= names, table
+        assert {*getattr(importlib.import_module(f"jaxtrain.{module}"), table)} <= known_names(), table
+
+
+def test_every_operation_has_the_name_of_a_primitive():
+    named = {value for name, value in vars(operations).items() if name.isupper() and isinstance(value, str)}
+    assert len(named) > 100
+    assert named <= known_names()
+
+
+def test_equations_are_taken_apart_in_one_place():
+    """Elsewhere an operation is a constant of `program.operations`, and equations are those that `equations` returns."""
+    names, found = known_names() - OWN, []
+    for path in FILES:
+        file = path.relative_to(ROOT)
+        if file.parts[:2] == ("jaxtrain", "program") or str(file) in BY_NAME:
+            continue
+        tree = ast.parse(path.read_text())
+        if not any(isinstance(node, ast.ImportFrom) and node.module == "jaxtrain.program" for node in ast.walk(tree)):
+            names_here = set()  # of HLO, of NumPy or of PyTorch
+        else:
+            names_here = names
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in ("eqns", "primitive"):
+                found.append(f"{file}:{node.lineno}: {ast.unparse(node)}")
+            compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            compared += node.elts if isinstance(node, ast.Tuple | ast.Set | ast.List) else []
+            literals = {x.value for x in compared if isinstance(x, ast.Constant) and isinstance(x.value, str)}
+            if literals & names_here:
+                found.append(f"{file}:{node.lineno}: {sorted(literals & names_here)}")
+    assert not found, "\n".join(found)
+
+
+ROOT = Path(__file__).parents[2]
+FILES = [path for package in ("jaxtrain", "parity", "benchmarks") for path in sorted((ROOT / package).rglob("*.py"))]
+BY_NAME = {"jaxtrain/passes/numerics/autocast_lists.py", "jaxtrain/export/onnx_operators.py"}
+"""Tables of what is done with every primitive."""
 
 
 def _is_primitive(value):

@@ -25,6 +25,7 @@ from jaxtrain.models.attention.formula import formula, log_sum_exp
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.partitioned import partitioned
 from jaxtrain.program import equations, internals
+from jaxtrain.program import operations as op
 
 LONG = 256 * 256
 """Number of scores of a head from which attention is one primitive, and on CPUs computed block by block. Measured on
@@ -167,7 +168,7 @@ def _explicit_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...
 
 def draws_mask(eqn: JaxprEqn) -> bool:
     """Return whether an equation is the forward primitive with dropout, whose mask is not in its results."""
-    return eqn.primitive is FORWARD and "rng" in equations.own(eqn, "given")
+    return op.of(eqn) == FORWARD.name and "rng" in equations.own(eqn, "given")
 
 
 def drawn_mask(eqn: JaxprEqn, args: Sequence[Any]) -> jax.Array:

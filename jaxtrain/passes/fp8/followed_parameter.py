@@ -14,6 +14,7 @@ from jaxtrain.passes.fp8.kernel_scales import KernelScales
 from jaxtrain.passes.fp8.quantized_kernel import QuantizedKernel
 from jaxtrain.passes.numerics.casts import to_dtype
 from jaxtrain.program import equations
+from jaxtrain.program import operations as op
 from jaxtrain.program.follow import Apply, Followed, constrained_to, moves
 
 
@@ -59,7 +60,7 @@ class Parameter(Followed):
 
     def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> "Parameter | None":
         """Return the parameter after an equation that changes its layout, or its first conversion."""
-        if eqn.primitive.name == "convert_element_type":
+        if op.of(eqn) == op.CONVERT_ELEMENT_TYPE:
             to = equations.dtype(eqn)
             is_first = self.dtype in (self.array.dtype, to) and jnp.issubdtype(to, np.floating)
             return replace(self, dtype=to) if is_first else None

@@ -19,10 +19,10 @@ from jaxtrain.passes.fp8.kernel_scales import KernelScales
 from jaxtrain.passes.fp8.quantized_kernel import Gathering, QuantizedKernel, Whole, quantize_kernel
 from jaxtrain.passes.fp8.settings import Fp8
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.follow import IDENTITIES
+from jaxtrain.program import operations as op
 from jaxtrain.program.part_specs import Entries, entries, reshaped
 
-_UNCHANGED = IDENTITIES | {"custom_vjp_call"}
+_UNCHANGED = op.IDENTITIES | {op.CUSTOM_VJP_CALL}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Change:
     @classmethod
     def of(cls, eqn: JaxprEqn) -> "Change":
         """Return the change by an equation."""
-        return cls(eqn.primitive.name, tuple(sorted(equations.params(eqn).items())), eqn)
+        return cls(op.of(eqn), tuple(sorted(equations.params(eqn).items())), eqn)
 
 
 EACH = Change("each")
@@ -52,7 +52,7 @@ Changes = tuple[Change, ...] | None
 
 def after(changes: Changes, eqn: JaxprEqn) -> Changes:
     """Return the changes with that of an equation."""
-    if changes is None or eqn.primitive.name in _UNCHANGED:
+    if changes is None or op.of(eqn) in _UNCHANGED:
         return changes
     return None if len(eqn.invars) > 1 else (*changes, Change.of(eqn))
 
@@ -149,12 +149,12 @@ def _changed(
     change: Change, spec: Entries, before: tuple[int, ...], shape: tuple[int, ...], sharding: NamedSharding
 ) -> Entries | None:
     params = dict(change.params)
-    if change.name == "transpose":
+    if change.name == op.TRANSPOSE:
         return tuple(spec[i] for i in params["permutation"])
-    if change.name == "slice":
+    if change.name == op.SLICE:
         whole = [own is None or n == m for own, n, m in zip(spec, before, shape, strict=True)]
         return spec if all(whole) else None
-    if change.name not in ("reshape", "squeeze"):
+    if change.name not in (op.RESHAPE, op.SQUEEZE):
         return None
     return reshaped(spec, before, shape, sharding.mesh)
 

@@ -17,6 +17,7 @@ from jaxtrain.passes.fp8.settings import Fp8
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.casts import to_dtype
 from jaxtrain.program import equations
+from jaxtrain.program import operations as op
 from jaxtrain.program.follow import is_followed
 
 MULTIPLE = 16
@@ -41,14 +42,16 @@ class KernelProduct(NamedTuple):
     @classmethod
     def of(cls, eqn: JaxprEqn) -> "KernelProduct | None":
         """Return the product that an equation computes, with a bias or without one; None for any other equation."""
-        inner = eqn
-        if eqn.primitive.name == "custom_jvp_call":
-            inner, *more = equations.body(eqn).jaxpr.eqns
-            # Autocast's own products with a derivative: those with a bias, and those that are not rounded.
-            is_unrounded = inner.primitive.name == "dot_general" and inner.outvars[0].aval.dtype == np.float32
-            if more or not (is_unrounded or inner.primitive.name == BIASED_PRODUCT):
+        inner: JaxprEqn | None = eqn
+        if op.of(eqn) == op.CUSTOM_JVP_CALL:
+            inner = equations.sole(equations.body(eqn))
+            if inner is None:
                 return None
-        elif eqn.primitive.name != "dot_general":
+            # Autocast's own products with a derivative: those with a bias, and those that are not rounded.
+            is_unrounded = op.of(inner) == op.DOT_GENERAL and inner.outvars[0].aval.dtype == np.float32
+            if not (is_unrounded or op.of(inner) == BIASED_PRODUCT):
+                return None
+        elif op.of(eqn) != op.DOT_GENERAL:
             return None
         avals: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
         shapes, dtypes = zip(*((aval.shape, aval.dtype) for aval in avals), strict=True)

@@ -11,6 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.passes.fp8.probes import repeated, split
 from jaxtrain.program import equations
+from jaxtrain.program import operations as op
 
 _PER_PRODUCT = 3  # of its rows, its kernel and its gradient
 
@@ -50,19 +51,19 @@ class KernelScales(NamedTuple):
           eqn: The equation, whose first operand is the parameter.
           indices: Its other operands.
         """
-        n, params, name = self.n_leading, equations.params(eqn), eqn.primitive.name
+        n, params, name = self.n_leading, equations.params(eqn), op.of(eqn)
         shape, after = (v.aval.shape[:n] for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
-        if name == "slice":
+        if name == op.SLICE:
             strides = params["strides"] or (1,) * len(params["start_indices"])
             bounds = (x[:n] for x in (params["start_indices"], params["limit_indices"], strides))
             part = tuple(slice(*own) for own in zip(*bounds, strict=True))
             return self._each(lambda x: x[part])
-        if name == "dynamic_slice":
+        if name == op.DYNAMIC_SLICE:
             sizes = (*params["slice_sizes"][:n], _PER_PRODUCT)
             return self._each(lambda x: lax.dynamic_slice(x, (*indices[:n], jnp.zeros_like(indices[0])), sizes))
-        if name == "squeeze":
+        if name == op.SQUEEZE:
             return self._each(lambda x: jnp.squeeze(x, tuple(i for i in params["dimensions"] if i < n)))
-        keeps = params["permutation"][:n] == tuple(range(n)) if name == "transpose" else shape == after
+        keeps = params["permutation"][:n] == tuple(range(n)) if name == op.TRANSPOSE else shape == after
         return self if keeps else self.of_one()
 
     def _each(self, change: Any) -> "KernelScales":
@@ -73,7 +74,7 @@ class Uses:
     """The uses of variables in a jaxpr, each with a part of the probe of its own."""
 
     def __init__(self, traced: Jaxpr) -> None:
-        self._counts = Counter(v for eqn in traced.eqns for v in eqn.invars if not isinstance(v, Literal))
+        self._counts = Counter(v for eqn in equations.of(traced) for v in eqn.invars if not isinstance(v, Literal))
         self._unused: dict[Any, list[KernelScales]] = {}
 
     def next_of(self, variable: Any, scales: KernelScales) -> KernelScales:

@@ -22,12 +22,12 @@ from jaxtrain.passes.fp8.quantized_kernel import QuantizedKernel, Whole
 from jaxtrain.passes.fp8.settings import Fp8
 from jaxtrain.passes.marks import looks_up
 from jaxtrain.passes.numerics.autocast import DISABLED
-from jaxtrain.passes.numerics.autocast_lists import PRODUCTS
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.casts import LOWER_FLOATS, is_array
 from jaxtrain.paths import Matching, path_name
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.follow import CALLS, carried, enters, is_followed, moves, scan, used, uses
+from jaxtrain.program import operations as op
+from jaxtrain.program.follow import carried, enters, is_followed, moves, scan, used, uses
 
 
 class KernelUse(NamedTuple):
@@ -268,18 +268,18 @@ def _runner(context: _Context, disabled: int) -> rewrite.Run:
     def rule(of_jaxpr: Uses, eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         del run
         args = [_used(of_jaxpr, v, x) for v, x in zip(eqn.invars, args, strict=True)]
-        name, depth = eqn.primitive.name, disabled + _regions(eqn)
+        name, depth = op.of(eqn), disabled + _regions(eqn)
         inner = _runner(context, depth)
         if not any(map(is_followed, args)):
             return None
-        if name == "scan":
+        if name == op.SCAN:
             return _scan(eqn, args, inner)
         if (product := KernelProduct.of(eqn)) is not None and any(map(is_followed, args[:2])):
             reason = product.refusal(args, depth, context.dtypes, is_delayed=context.fp8.is_delayed)
             context.note(args[:2], reason)
             if reason is None:
                 return [context.multiply(product, args)]
-        elif name not in CALLS and not moves(eqn) and _has_product(eqn):
+        elif name not in op.FUNCTIONS and not moves(eqn) and _has_product(eqn):
             context.note(args, _KINDS.get(name, "in a function that is not followed"))
         return carried(eqn, args, inner)
 
@@ -292,7 +292,7 @@ def _used(of_jaxpr: Uses, variable: Any, x: Any) -> Any:
     return replace(x, scales=of_jaxpr.next_of(variable, x.scales))
 
 
-_KINDS = {"conv_general_dilated": "a convolution", "ragged_dot_general": "a grouped product"}
+_KINDS = {op.CONV_GENERAL_DILATED: "a convolution", op.RAGGED_DOT_GENERAL: "a grouped product"}
 
 
 def _scan(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
@@ -321,7 +321,7 @@ def _regions(eqn: JaxprEqn) -> int:
 
 
 def _has_product(eqn: JaxprEqn) -> bool:
-    return any(inner.primitive.name in (*PRODUCTS, BIASED_PRODUCT) for inner in equations.within(eqn))
+    return any(op.of(inner) in (*op.PRODUCTS, BIASED_PRODUCT) for inner in equations.within(eqn))
 
 
 def _is_table(traced: Jaxpr, var: Any) -> bool:
@@ -329,7 +329,7 @@ def _is_table(traced: Jaxpr, var: Any) -> bool:
 
     def passes(eqn: JaxprEqn, i: int) -> bool:
         del i
-        return moves(eqn) or eqn.primitive.name == "convert_element_type"
+        return moves(eqn) or op.of(eqn) == op.CONVERT_ELEMENT_TYPE
 
     def enters_call(eqn: JaxprEqn, i: int) -> bool:
         return enters(eqn, i) and not looks_up(eqn, i)

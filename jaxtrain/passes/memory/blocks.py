@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtrain.errors import UserError
 from jaxtrain.passes.memory.remat import BLOCK
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.follow import CALLS
+from jaxtrain.program import operations as op
 
 AtBlock = Callable[[Any, Callable[[Sequence[Any]], list[Any]], list[Any]], Sequence[Any]]
 """Returns a block's results: `at_block(own, call, args)`, where `own` are its slices of the per-block arrays and
@@ -77,17 +77,17 @@ def count_blocks(fn: Callable[..., Any], *args: Any) -> int:
 
 def count(traced: Jaxpr) -> int:
     """Return the number of marked blocks of a jaxpr."""
-    return sum(map(blocks_of, traced.eqns))
+    return sum(map(blocks_of, equations.of(traced)))
 
 
 def blocks_of(eqn: JaxprEqn) -> int:
     """Return the number of marked blocks of an equation."""
     if is_block(eqn):
         return 1
-    name = eqn.primitive.name
-    if name == "scan":
+    name = op.of(eqn)
+    if name == op.SCAN:
         return equations.trip_count(eqn) * count(equations.body(eqn).jaxpr)
-    return sum(map(count, equations.inner_jaxprs(eqn))) if name in CALLS else 0
+    return sum(map(count, equations.inner_jaxprs(eqn))) if name in op.FUNCTIONS else 0
 
 
 def is_block(eqn: JaxprEqn) -> bool:
@@ -113,7 +113,7 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], arrays: Any, visit: Visit
     def run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any], arrays: Any) -> list[Any]:
         first: dict[int, int] = {}
         total = 0
-        for eqn in traced.eqns:
+        for eqn in equations.of(traced):
             first[id(eqn)] = total
             total += blocks_of(eqn)
 
@@ -134,13 +134,13 @@ def enter(eqn: JaxprEqn, args: list[Any], arrays: Any, run: Run) -> Sequence[Any
     """
     if blocks_of(eqn) == 0:
         return rewrite.bind(eqn, args)
-    if eqn.primitive.name == "scan":
+    if op.of(eqn) == op.SCAN:
         return _scan(eqn, args, arrays, run)
 
     def evaluate_body(body: Jaxpr, consts: Sequence[Any], body_args: Sequence[Any]) -> list[Any]:
         return run(body, consts, body_args, arrays)
 
-    return rewrite.HIGHER_ORDER[eqn.primitive.name](eqn, args, evaluate_body)
+    return rewrite.HIGHER_ORDER[op.of(eqn)](eqn, args, evaluate_body)
 
 
 def _scan(eqn: JaxprEqn, args: list[Any], arrays: Any, run: Run) -> list[Any]:
@@ -151,4 +151,4 @@ def _scan(eqn: JaxprEqn, args: list[Any], arrays: Any, run: Run) -> list[Any]:
         *own_args, own = step_args
         return run(body, consts, own_args, own)
 
-    return rewrite.HIGHER_ORDER["scan"](eqn, [*args, of_steps], step)
+    return rewrite.HIGHER_ORDER[op.SCAN](eqn, [*args, of_steps], step)

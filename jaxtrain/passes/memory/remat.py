@@ -19,6 +19,7 @@ from jaxtrain.passes.fp8.scales import SCALE
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.recompute import RECOMPUTED
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 from jaxtrain.program.platform import is_gpu
 
 BLOCK = "remat_block"
@@ -34,7 +35,7 @@ def products(primitive: Any, *args: Any, **params: Any) -> bool:
     compute-intensive operations of PyTorch's selective checkpointing (`torch/_functorch/partitioners.py`).
     """
     saveable: bool = jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
-    listed = primitive.name in ("ragged_dot_general", FUSED, *_WITH_PARAMETERS)
+    listed = primitive.name in (op.RAGGED_DOT_GENERAL, FUSED, *_WITH_PARAMETERS)
     return saveable or listed or names_costly(primitive, params) or _is_inside(products, params)
 
 
@@ -44,7 +45,7 @@ def names_costly(primitive: Any, params: Mapping[str, Any]) -> bool:
     A result of attention on a ring of devices (`distributed.ring`), or a scale, which needs a pass over all that it
     scales.
     """
-    return primitive.name == "name" and params["name"] in (FUSED, SCALE)
+    return primitive.name == op.NAME and params["name"] in (FUSED, SCALE)
 
 
 def products_without_batch(primitive: Any, *args: Any, **params: Any) -> bool:
@@ -56,9 +57,7 @@ def products_without_batch(primitive: Any, *args: Any, **params: Any) -> bool:
 def _is_inside(save: Callable[..., bool], params: Mapping[str, Any]) -> bool:
     """Return whether a policy saves what a custom_jvp computes, such as a product with its own derivative."""
     computed = params.get("call_jaxpr") if "jvp_jaxpr_fun" in params else None
-    return computed is not None and any(
-        save(eqn.primitive, *(v.aval for v in eqn.invars), **equations.params(eqn)) for eqn in computed.eqns
-    )
+    return computed is not None and any(equations.saves(save, eqn) for eqn in equations.of(computed))
 
 
 POLICIES: dict[str, Callable[..., Any]] = {
@@ -133,8 +132,8 @@ def remat(fn: Callable[..., Any], policy: str, platform: str | None = None) -> C
         return rewrite.interpret(body, consts, args, partial(checkpoint_blocks, prevent_cse=prevent_cse))
 
     def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
-        if eqn.primitive.name == "scan":
-            return rewrite.HIGHER_ORDER["scan"](eqn, args, in_scan)
+        if op.of(eqn) == op.SCAN:
+            return rewrite.HIGHER_ORDER[op.SCAN](eqn, args, in_scan)
         return checkpoint_blocks(eqn, args, run, prevent_cse=True)
 
     def evaluate_checkpointed(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
@@ -185,17 +184,16 @@ def _refuse_absent(policy: str, names: list[str], checkpointed: list[Jaxpr]) -> 
 
 
 def _names(traced: Jaxpr) -> Iterator[str]:
-    used = {id(v) for v in [*traced.outvars, *(v for eqn in traced.eqns for v in eqn.invars)]}
-    for eqn in traced.eqns:
+    used = {*equations.reads(traced)}
+    for eqn in equations.of(traced):
         # `checkpoint_name(h, "h")` has no effect if h, and not its result, is used afterwards.
-        if eqn.primitive.name == "name" and id(eqn.outvars[0]) in used:
+        if op.of(eqn) == op.NAME and eqn.outvars[0] in used:
             yield equations.label(eqn)
 
 
 def _refuse_idle(policy: str, save: Callable[..., Any], checkpointed: list[Jaxpr]) -> None:
-    every = (eqn for part in checkpointed for eqn in part.eqns)
-    saved = (save(eqn.primitive, *(v.aval for v in eqn.invars), **equations.params(eqn)) for eqn in every)
-    if policy != "full" and not any(saved):
+    every = (eqn for part in checkpointed for eqn in equations.of(part))
+    if policy != "full" and not any(equations.saves(save, eqn) for eqn in every):
         raise UserError(f"remat {policy!r} saves nothing: no checkpointed block has such a product; use full")
 
 
@@ -210,17 +208,17 @@ def _refuse_offload(policy: str, names: list[str], device: Any) -> None:
 
 def _is_opaque(traced: Jaxpr) -> bool:
     """Return whether differentiation adds equations not visible before: a custom_vjp's forward rule."""
-    return any(eqn.primitive.name == "custom_vjp_call" and not _is_transparent(eqn) for eqn in traced.eqns)
+    return any(op.of(eqn) == op.CUSTOM_VJP_CALL and not _is_transparent(eqn) for eqn in equations.of(traced))
 
 
 def _is_transparent(eqn: JaxprEqn) -> bool:
     """Return whether its forward rule has no other equations than the function: fused attention, or a norm's."""
-    is_fused = [inner.primitive.name for inner in equations.body(eqn).eqns] == [FUSED]
+    is_fused = [op.of(inner) for inner in equations.of(equations.body(eqn))] == [FUSED]
     return is_fused or equations.in_scope(eqn, RECOMPUTED)
 
 
 def _blocks(traced: Jaxpr) -> Iterator[Jaxpr]:
     """Yield the bodies of the outermost marked blocks."""
-    for eqn in traced.eqns:
+    for eqn in equations.of(traced):
         for inner in equations.inner_jaxprs(eqn):
             yield from [inner] if equations.is_call(eqn, BLOCK) else _blocks(inner)

@@ -16,6 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtrain.passes.fp8.scales import E4M3, E5M2
 from jaxtrain.passes.memory.remat import BLOCK
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 from jaxtrain.program.platform import is_gpu
 
 _EIGHT_BITS = (E4M3, E5M2)
@@ -54,7 +55,7 @@ def unroll(fn: Callable[..., Any], platform: str | None = None, *, on_mesh: bool
     between = on_gpu if is_gpu(platform) else None
 
     def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
-        if eqn.primitive.name == "scan" and _has_block(equations.body(eqn).jaxpr):
+        if op.of(eqn) == op.SCAN and _has_block(equations.body(eqn).jaxpr):
             return rewrite.unroll_scan(eqn, args, run, between)
         return None
 

@@ -15,9 +15,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtrain.passes.fp8.product import NAME as FP8_PRODUCT
 from jaxtrain.passes.marks import DIVIDED_LOOKUP, GATHERED_COPY
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.follow import IDENTITIES, LAYOUT, Apply, Followed, constrained_to, enters, follow, uses
+from jaxtrain.program import operations as op
+from jaxtrain.program.follow import Apply, Followed, constrained_to, enters, follow, uses
 
-_OF_BOTH = LAYOUT - IDENTITIES - {"dynamic_slice"}
+_OF_BOTH = op.LAYOUT - op.IDENTITIES - {op.DYNAMIC_SLICE}
 """Changes of the layout that a parameter and its copy both make."""
 
 
@@ -53,8 +54,8 @@ def _uses(traced: Jaxpr, var: Any) -> Iterator[Any]:
 
     def passes(eqn: JaxprEqn, i: int) -> bool:
         del i
-        converts = eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == var.aval.dtype  # type: ignore[attr-defined]
-        return converts or _is_constraint(eqn) or eqn.primitive.name in _OF_BOTH
+        converts = op.of(eqn) == op.CONVERT_ELEMENT_TYPE and eqn.invars[0].aval.dtype == var.aval.dtype  # type: ignore[attr-defined]
+        return converts or _is_constraint(eqn) or op.of(eqn) in _OF_BOTH
 
     def enters_call(eqn: JaxprEqn, i: int) -> bool:
         return enters(eqn, i) and not equations.is_call(eqn, DIVIDED_LOOKUP)
@@ -66,7 +67,7 @@ def _uses(traced: Jaxpr, var: Any) -> Iterator[Any]:
 
 def _takes_rows_or_copy(eqn: JaxprEqn, i: int) -> bool:
     """Return whether an equation uses single rows of an operand only, or a copy in 8 bits."""
-    takes_copy = eqn.primitive.name == FP8_PRODUCT and i == 1 and equations.own(eqn, "is_copied")
+    takes_copy = op.of(eqn) == FP8_PRODUCT and i == 1 and equations.own(eqn, "is_copied")
     return takes_copy or equations.is_call(eqn, DIVIDED_LOOKUP)
 
 
@@ -117,10 +118,10 @@ class _Gathered(Followed):
         return taken
 
     def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> Any:
-        converts = eqn.primitive.name == "convert_element_type" and self.value.dtype != self.copy.dtype
+        converts = op.of(eqn) == op.CONVERT_ELEMENT_TYPE and self.value.dtype != self.copy.dtype
         if _is_constraint(eqn) or (converts and self.copy.dtype == equations.dtype(eqn)):
             return _Gathered(apply(self.value), self.copy)
-        return _Gathered(apply(self.value), apply(self.copy)) if eqn.primitive.name in _OF_BOTH else None
+        return _Gathered(apply(self.value), apply(self.copy)) if op.of(eqn) in _OF_BOTH else None
 
 
 def gathered_copy(value: jax.Array, copy: jax.Array) -> jax.Array:

@@ -12,7 +12,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxtrain.program import equations
-from jaxtrain.program.follow import LAYOUT, Apply, Followed
+from jaxtrain.program import operations as op
+from jaxtrain.program.follow import Apply, Followed
 
 
 class Groups:
@@ -77,7 +78,7 @@ class Groups:
         return sums.sum(0)
 
 
-OF_SUMS = LAYOUT - {"name"} | {"convert_element_type"}  # a policy of rematerialization would save named sums too
+OF_SUMS = op.LAYOUT - {op.NAME} | {op.CONVERT_ELEMENT_TYPE}  # a policy of rematerialization would save named sums too
 
 
 @jax.tree_util.register_dataclass
@@ -108,10 +109,10 @@ class Partial(Followed):
 
     def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> "Partial | None":
         """Return the parameter and its sums in another layout or dtype."""
-        name = eqn.primitive.name
-        if name == "sharding_constraint":
+        name = op.of(eqn)
+        if name == op.SHARDING_CONSTRAINT:
             return replace(self, value=apply(self.value), sums=self.groups.shard(self.sums, equations.sharding(eqn)))
-        if name not in OF_SUMS and (name not in ("broadcast_in_dim", "gather") or _is_larger(eqn)):
+        if name not in OF_SUMS and (name not in (op.BROADCAST_IN_DIM, op.GATHER) or _is_larger(eqn)):
             return None
         by_group = jax.vmap(apply, spmd_axis_name=self.groups.axes)
         return replace(self, value=apply(self.value), sums=by_group(self.sums))

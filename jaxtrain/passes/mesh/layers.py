@@ -14,6 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from jaxtrain.errors import UserError
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 
 
 class LayeredFunction:
@@ -147,7 +148,7 @@ _PARAMS, _INPUTS = "params", "inputs"
 
 
 def _inline_calls_with_scans(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any] | None:
-    if eqn.primitive.name in equations.CALLS and _has_scan(equations.body(eqn).jaxpr):
+    if op.of(eqn) in op.CALLS and _has_scan(equations.body(eqn).jaxpr):
         body = equations.body(eqn)
         return run(body.jaxpr, body.consts, args)
     return rewrite.bind(eqn, args)
@@ -155,15 +156,15 @@ def _inline_calls_with_scans(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -
 
 def _has_scan(traced: Jaxpr) -> bool:
     return any(
-        eqn.primitive.name == "scan" or (eqn.primitive.name in equations.CALLS and _has_scan(equations.body(eqn).jaxpr))
-        for eqn in traced.eqns
+        op.of(eqn) == op.SCAN or (op.of(eqn) in op.CALLS and _has_scan(equations.body(eqn).jaxpr))
+        for eqn in equations.of(traced)
     )
 
 
 def _dependence(traced: Jaxpr, n_params: int) -> dict[Any, str]:
     """Return for every variable whether it depends on inputs, or else on parameters; none for constants."""
     depends = dict.fromkeys(traced.invars[:n_params], _PARAMS) | dict.fromkeys(traced.invars[n_params:], _INPUTS)
-    for eqn in traced.eqns:
+    for eqn in equations.of(traced):
         of = {depends.get(v) for v in eqn.invars if not isinstance(v, Literal)}
         found = _INPUTS if _INPUTS in of else _PARAMS if _PARAMS in of else None
         if found:
@@ -173,12 +174,12 @@ def _dependence(traced: Jaxpr, n_params: int) -> dict[Any, str]:
 
 def _scan_over_layers(traced: Jaxpr, depends: dict[Any, str]) -> JaxprEqn:
     def is_over_layers(eqn: JaxprEqn) -> bool:
-        if eqn.primitive.name != "scan" or equations.is_reversed(eqn):
+        if op.of(eqn) != op.SCAN or equations.is_reversed(eqn):
             return False
         xs = eqn.invars[sum(equations.scan_sizes(eqn)) :]
         return any(not isinstance(v, Literal) and depends.get(v) == _PARAMS for v in xs)
 
-    scans = [eqn for eqn in traced.eqns if is_over_layers(eqn)]
+    scans = [eqn for eqn in equations.of(traced) if is_over_layers(eqn)]
     if len(scans) != 1:
         found = "no scan over stacked layers" if not scans else f"{len(scans)} scans over stacked layers"
         raise UserError(
@@ -193,7 +194,7 @@ def _needed(traced: Jaxpr, results: Sequence[Any], given: set[Any]) -> tuple[lis
     """Return the equations that compute `results` from `given` variables, and the variables that they read."""
     read = {v for v in results if not isinstance(v, Literal)}
     equations = []
-    for eqn in reversed(traced.eqns):
+    for eqn in reversed(equations.of(traced)):
         if any(v in read and v not in given for v in eqn.outvars):
             equations.append(eqn)
             read |= {v for v in eqn.invars if not isinstance(v, Literal)}
@@ -202,4 +203,4 @@ def _needed(traced: Jaxpr, results: Sequence[Any], given: set[Any]) -> tuple[lis
 
 def _unrounded(eqn: JaxprEqn, args: list[Any]) -> list[Any] | None:
     """Leave out conversions: a gradient that passes them keeps its precision."""
-    return args if eqn.primitive.name == "convert_element_type" else None
+    return args if op.of(eqn) == op.CONVERT_ELEMENT_TYPE else None

@@ -16,7 +16,8 @@ from jaxtrain.passes.marks import GATHERED_COPY, looks_up
 from jaxtrain.passes.mesh.groups import Groups, Partial
 from jaxtrain.passes.mesh.partial_gradients import evaluate_by_group, row_counts
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.follow import CALLS, uses
+from jaxtrain.program import operations as op
+from jaxtrain.program.follow import uses
 
 
 def lookup_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[..., Any]:
@@ -68,11 +69,11 @@ def _is_table(traced: Jaxpr, var: Any, counts: Collection[int]) -> bool:
 
     def passes(eqn: JaxprEqn, i: int) -> bool:
         del i
-        is_unchanged = eqn.primitive.name in ("convert_element_type", "sharding_constraint")
+        is_unchanged = op.of(eqn) in (op.CONVERT_ELEMENT_TYPE, op.SHARDING_CONSTRAINT)
         return is_unchanged or equations.is_call(eqn, GATHERED_COPY)
 
     def enters(eqn: JaxprEqn, i: int) -> bool:
-        is_called = eqn.primitive.name in CALLS or eqn.primitive.name == "custom_jvp_call"
+        is_called = op.of(eqn) in op.FUNCTIONS or op.of(eqn) == op.CUSTOM_JVP_CALL
         return is_called and not looks_up(eqn, i)
 
     found = (use.eqn for use in uses(traced, var, passes, enters) if use.eqn and looks_up(use.eqn, use.position))

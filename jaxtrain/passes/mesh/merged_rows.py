@@ -14,8 +14,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 
-ELEMENTWISE = frozenset({"add", "convert_element_type", "div", "mul", "select_n"})
+ELEMENTWISE = frozenset({op.ADD, op.CONVERT_ELEMENT_TYPE, op.DIV, op.MUL, op.SELECT_N})
 """Primitives next to a product: its bias, its conversions, an adapter's scale and dropout."""
 
 
@@ -36,8 +37,8 @@ class UnmergeRows:
 
     def __call__(self, eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         """Return the equation's outputs, or None if none of its arguments is merged."""
-        name = eqn.primitive.name
-        if name == "reshape" and equations.is_plain_reshape(eqn):
+        name = op.of(eqn)
+        if name == op.RESHAPE and equations.is_plain_reshape(eqn):
             return [self._reshape(args[0], eqn.outvars[0].aval.shape)]  # type: ignore[attr-defined]
         merged = {axes for x in args if (axes := self._axes(x)) is not None}
         if len(merged) != 1:
@@ -45,7 +46,7 @@ class UnmergeRows:
         (axes,) = merged
         if equations.is_call(eqn, "_where"):
             return rewrite.evaluate_inner(equations.body(eqn), args, run)
-        if name == "dot_general" and self._axes(args[0]) and _is_per_row(eqn):
+        if name == op.DOT_GENERAL and self._axes(args[0]) and _is_per_row(eqn):
             (contracted, of_kernel), batch = equations.contraction(eqn)
             numbers = ((tuple(i + 1 for i in contracted), of_kernel), batch)
             moved = equations.with_params(eqn, dimension_numbers=numbers)

@@ -29,7 +29,8 @@ from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.biased_product import biased_product
 from jaxtrain.passes.numerics.recompute import Gradient, gradient_on_gpu
 from jaxtrain.program import equations, rewrite
-from jaxtrain.program.follow import CALLS, follow, is_followed, used
+from jaxtrain.program import operations as op
+from jaxtrain.program.follow import follow, is_followed, used
 from jaxtrain.program.internals import manual_axes
 
 
@@ -80,23 +81,23 @@ def row_counts(batch: Any) -> set[int]:
     return {x.shape[0] for x in jax.tree.leaves(batch) if x.ndim}
 
 
-_SUMS = frozenset({"add", "sub"})
-CONVOLUTION = "conv_general_dilated"
+_SUMS = frozenset({op.ADD, op.SUB})
+CONVOLUTION = op.CONV_GENERAL_DILATED
 
 
 def _rule(counts: Collection[int]) -> rewrite.Rule:
     """Return the rule for a batch of which arrays have these numbers of rows."""
 
     def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
-        name = eqn.primitive.name
+        name = op.of(eqn)
         is_lookup = equations.is_call(eqn, DIVIDED_LOOKUP)
         if equations.is_call(eqn, GATHERED_COPY):
             x, copy = args
             sums = {"sums": lax.convert_element_type(x.sums, copy.dtype)} if isinstance(x, Partial) else {}
             return [replace(x, value=copy, **sums)]
-        if name == "shard_map":
+        if name == op.SHARD_MAP:
             return _shard_map(eqn, args, run)
-        if (name in CALLS and not is_lookup) or name == "scan":
+        if (name in op.FUNCTIONS and not is_lookup) or name == op.SCAN:
             return None
         groups, *others = {x.groups.size: x.groups for x in args if is_followed(x)}.values()
         if name == FP8_PRODUCT and not others and _has_rows(args[0], groups):
@@ -166,12 +167,12 @@ def _row_axes(eqn: JaxprEqn, args: list[Any], counts: Collection[int]) -> _Rows 
     """Return the rows of a product, a lookup or a broadcast; None if the gradient of its parameters sums none."""
     partial = [i for i, x in enumerate(args) if is_followed(x)]
     operation, result = _operation(eqn), eqn.outvars[0].aval
-    if eqn.primitive.name in (*_SUMS, "mul") and len(partial) == 1:
+    if op.of(eqn) in (*_SUMS, op.MUL) and len(partial) == 1:
         (i,) = partial
         if args[i].value.ndim and args[i].value.shape[0] == 1 < result.shape[0]:  # type: ignore[attr-defined]
             return _Rows({1 - i: 0}, 0, result.shape[0])  # type: ignore[attr-defined]
         return None
-    if operation.primitive.name in ("dot_general", BIASED_PRODUCT) and (0 in partial) != (1 in partial):
+    if op.of(operation) in (op.DOT_GENERAL, BIASED_PRODUCT) and (0 in partial) != (1 in partial):
         (contracted, batch) = equations.contraction(operation)
         of, shapes = (1 if 0 in partial else 0), [v.aval.shape for v in operation.invars[:2]]  # type: ignore[attr-defined]
         free = [[i for i in range(len(shapes[j])) if i not in (*contracted[j], *batch[j])] for j in (0, 1)]
@@ -179,10 +180,10 @@ def _row_axes(eqn: JaxprEqn, args: list[Any], counts: Collection[int]) -> _Rows 
             return None
         axis = len(batch[0]) + (0 if of == 0 else len(free[0]))
         return _Rows({of: free[of][0]}, axis, shapes[of][free[of][0]])
-    if eqn.primitive.name == CONVOLUTION and partial == [1] and equations.window(eqn).batch_groups == 1:
+    if op.of(eqn) == CONVOLUTION and partial == [1] and equations.window(eqn).batch_groups == 1:
         numbers = equations.contraction(eqn)
         return _Rows({0: numbers.lhs_spec[0]}, numbers.out_spec[0], args[0].shape[numbers.lhs_spec[0]])
-    if operation.primitive.name == "gather" and partial == [0]:
+    if op.of(operation) == op.GATHER and partial == [0]:
         numbers = equations.contraction(operation)
         rows = [i for i in range(result.ndim) if i not in numbers.offset_dims]  # type: ignore[attr-defined]
         # Positions, or pairs of them, are not rows.
@@ -195,13 +196,10 @@ def _operation(eqn: JaxprEqn) -> JaxprEqn:
     """Return the biased product within its custom_jvp, and the lookup within its call; other equations as they are."""
     if equations.is_call(eqn, DIVIDED_LOOKUP):
         # A custom_jvp contains the lookup of a table in 16 bits.
-        body = equations.body(eqn).jaxpr
-        within = [body, *(inner for e in body.eqns for inner in equations.inner_jaxprs(e))]
-        return next(e for inner in within for e in inner.eqns if e.primitive.name == "gather")
-    if eqn.primitive.name == "custom_jvp_call":
-        (first, *more) = equations.body(eqn).jaxpr.eqns
-        if first.primitive.name == BIASED_PRODUCT and not more:
-            inner: JaxprEqn = first
+        return next(e for e in equations.within(eqn) if op.of(e) == op.GATHER)
+    if op.of(eqn) == op.CUSTOM_JVP_CALL:
+        inner = equations.sole(equations.body(eqn))
+        if inner is not None and op.of(inner) == BIASED_PRODUCT:
             return inner
     return eqn
 
@@ -212,7 +210,7 @@ def _apply(eqn: JaxprEqn, args: Sequence[Any], in_group: bool = False) -> Any:
     if equations.is_call(eqn, DIVIDED_LOOKUP) and in_group:
         body = equations.body(eqn)
         return rewrite.interpret(body.jaxpr, body.consts, args, _without_constraints)[0]
-    if operation.primitive.name == BIASED_PRODUCT:
+    if op.of(operation) == BIASED_PRODUCT:
         x, kernel, bias = args
         return biased_product(x, kernel, bias, equations.contraction(operation))
     return rewrite.bind(eqn, args)[0]
@@ -220,7 +218,7 @@ def _apply(eqn: JaxprEqn, args: Sequence[Any], in_group: bool = False) -> Any:
 
 def _without_constraints(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any] | None:
     del run
-    return args if eqn.primitive.name == "sharding_constraint" else None
+    return args if op.of(eqn) == op.SHARDING_CONSTRAINT else None
 
 
 def _by_group(eqn: JaxprEqn, args: list[Any], rows: _Rows, groups: Groups) -> Any:
@@ -239,7 +237,7 @@ def _by_group(eqn: JaxprEqn, args: list[Any], rows: _Rows, groups: Groups) -> An
 
     # The gradient of a sum needs no operand, only their shapes.
     shapes = [(x.shape, x.dtype) for x in map(_value, args)]
-    is_sum = eqn.primitive.name in _SUMS
+    is_sum = op.of(eqn) in _SUMS
 
     def forward(values: list[Any], sums: list[Any]) -> tuple[Any, list[Any]]:
         return apply(values, sums), [] if is_sum else values
@@ -253,7 +251,7 @@ def _by_group(eqn: JaxprEqn, args: list[Any], rows: _Rows, groups: Groups) -> An
             return tuple(pull_back(gradient))
 
         split = [*rows.operands]
-        if eqn.primitive.name == CONVOLUTION:
+        if op.of(eqn) == CONVOLUTION:
             sums = [_convolution_sums(eqn, values, gradient, rows, groups)]
         else:
             in_groups = [_split(values[i], axis, groups) for i, axis in rows.operands.items()]

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.passes.marks import GATHERED_COPY
 from jaxtrain.passes.mesh.groups import Groups, Partial
 from jaxtrain.program import equations
+from jaxtrain.program import operations as op
 from jaxtrain.program.follow import Apply, Followed, uses
 
 
@@ -50,7 +51,7 @@ class LastPartial(Followed):
 
     def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> "LastPartial | None":
         """Return the parameter with a constraint of its sharding."""
-        return replace(self, value=apply(self.value)) if eqn.primitive.name == "sharding_constraint" else None
+        return replace(self, value=apply(self.value)) if op.of(eqn) == op.SHARDING_CONSTRAINT else None
 
     def is_scanned(self, jaxpr: Jaxpr, variable: Any) -> bool:
         """Return whether the only use of the parameter is that a scan takes slices of it, which devices share like it.
@@ -62,7 +63,7 @@ class LastPartial(Followed):
         x, sharding = self.value, self.sharding
         if x.ndim == 0 or (sharding is not None and sharding.shard_shape(x.shape)[0] < len(x)):
             return False
-        found = uses(jaxpr, variable, _keeps, lambda eqn, _: eqn.primitive.name in equations.CALLS)
+        found = uses(jaxpr, variable, _keeps, lambda eqn, _: op.of(eqn) in op.CALLS)
         return [use.eqn is not None and _slices(use.eqn, use.position) for use in found] == [True]
 
     def to_slice(self) -> "LastPartial":
@@ -108,10 +109,10 @@ def is_partial(x: Any) -> bool:
 
 def _slices(eqn: JaxprEqn, i: int) -> bool:
     """Return whether an equation is a scan that slices operand i."""
-    return eqn.primitive.name == "scan" and i >= sum(equations.scan_sizes(eqn))
+    return op.of(eqn) == op.SCAN and i >= sum(equations.scan_sizes(eqn))
 
 
 def _keeps(eqn: JaxprEqn, i: int) -> bool:
     """Return whether an equation only constrains the sharding of a parameter, or takes its gathered copy."""
     del i
-    return eqn.primitive.name == "sharding_constraint" or equations.is_call(eqn, GATHERED_COPY)
+    return op.of(eqn) == op.SHARDING_CONSTRAINT or equations.is_call(eqn, GATHERED_COPY)

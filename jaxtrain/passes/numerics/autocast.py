@@ -37,9 +37,10 @@ from jaxtrain.passes.numerics.casts import (
 )
 from jaxtrain.passes.numerics.recompute import recompute, recompute_call, recomputes, rounded_results
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 
 # These handle operands of different dtypes: widening one would add conversions that PyTorch does not have.
-_INDEPENDENT = frozenset({"sort", "gather", "dynamic_slice", "convert_element_type", "stop_gradient", "copy"})
+_INDEPENDENT = frozenset({op.SORT, op.GATHER, op.DYNAMIC_SLICE, op.CONVERT_ELEMENT_TYPE, op.STOP_GRADIENT, op.COPY})
 DISABLED = "autocast_disabled"
 LOSS = "float32_loss"
 _LOW_OPERATION = "autocast_low_operation"
@@ -87,7 +88,7 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
         casts: WeakKeyDictionary[rewrite.Run, Casts] = WeakKeyDictionary()
 
         def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
-            name, to = eqn.primitive.name, casts.setdefault(run, Casts())
+            name, to = op.of(eqn), casts.setdefault(run, Casts())
             args = [_weaken(v, x) for v, x in zip(eqn.invars, args, strict=True)]
             if equations.in_scope(eqn, DISABLED):
                 return rewrite.bind_as_traced(eqn, args)
@@ -99,7 +100,7 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
                 return recompute_call(eqn, args, run, dtype if eqn.outvars[0] in rounded else None)
             if (on_cuda := low_precision_operation(eqn)) and _is_cast(eqn, args):
                 return _on_cuda(on_cuda, eqn, args, dtype, run)
-            if name in equations.CALLS and any(map(is_limit, args)):
+            if name in op.CALLS and any(map(is_limit, args)):
                 # As an argument of a call the number would be unknown.
                 return rewrite.evaluate_inner(equations.body(eqn), args, run)
             if name in rewrite.HIGHER_ORDER:
@@ -111,9 +112,9 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
             args = [x.unrounded(dtype) if isinstance(x, _Product) else x for x in args]
             if name in lists:
                 return _LISTED[lists[name]](eqn, args, dtype, to)
-            if name == "convert_element_type" and _only_weakens(eqn):
+            if name == op.CONVERT_ELEMENT_TYPE and _only_weakens(eqn):
                 return rewrite.bind(equations.with_params(eqn, weak_type=True), args)
-            if name == "broadcast_in_dim" and is_limit(args[0]):
+            if name == op.BROADCAST_IN_DIM and is_limit(args[0]):
                 return to.limit(args[0], rewrite.bind(eqn, args))
             if name in _INDEPENDENT:
                 return rewrite.bind(eqn, args)
@@ -271,14 +272,13 @@ def _low(eqn: JaxprEqn, args: list[Any], dtype: Any, to: Casts) -> list[Any]:
     operands, sizes = args[:2], args[2:]  # sizes: of the groups of a grouped product
     if not all(is_low(x) for x in operands):
         return rewrite.bind_as_traced(eqn, args)
-    params = product_params(eqn, dtype)
-    return [eqn.primitive.bind(*(to(dtype, x) for x in operands), *sizes, **params)]
+    return rewrite.bind(low_product(eqn, dtype), [*(to(dtype, x) for x in operands), *sizes])
 
 
-def product_params(eqn: JaxprEqn, result: Any) -> dict[str, Any]:
-    """Return the parameters of a product of low-precision operands, to which the policy's precision does not apply."""
+def low_product(eqn: JaxprEqn, result: Any) -> JaxprEqn:
+    """Return a product of low-precision operands, to which the policy's precision does not apply."""
     default = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
-    return {**equations.params(eqn), "precision": default, "preferred_element_type": np.dtype(result)}
+    return equations.with_params(eqn, precision=default, preferred_element_type=np.dtype(result))
 
 
 def _float32(eqn: JaxprEqn, args: list[Any], dtype: Any, to: Casts) -> list[Any]:
@@ -296,7 +296,7 @@ _LISTED = {Dtype.LOW: _low, Dtype.FLOAT32: _float32, Dtype.ROUNDED: _rounded}
 
 
 def _is_low_product(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "dot_general" and not equations.in_scope(eqn, DISABLED)
+    return op.of(eqn) == op.DOT_GENERAL and not equations.in_scope(eqn, DISABLED)
 
 
 def low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
@@ -305,15 +305,15 @@ def low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
         return rewrite.bind_as_traced(eqn, args)
 
     def unrounded(*operands: Any) -> Any:
-        return eqn.primitive.bind(*operands, **product_params(eqn, np.float32))
+        return rewrite.bind(low_product(eqn, np.float32), operands)[0]
 
     def rounded(*operands: Any) -> Any:
         with _within_kernel():
-            return to_dtype(np.float32, eqn.primitive.bind(*operands, **product_params(eqn, dtype)))
+            return to_dtype(np.float32, rewrite.bind(low_product(eqn, dtype), operands)[0])
 
     @jax.custom_jvp
     def product(*operands: Any) -> Any:
-        if eqn.primitive.name == "conv_general_dilated":
+        if op.of(eqn) == op.CONV_GENERAL_DILATED:
             # cuDNN has no convolution of low-precision images with a float32 result: XLA would convert the images.
             return lax.platform_dependent(*operands, cuda=rounded, rocm=rounded, default=unrounded)
         return unrounded(*operands)
@@ -340,7 +340,7 @@ class _Product(NamedTuple):
 
 
 def _awaits_bias(eqn: JaxprEqn, args: list[Any]) -> bool:
-    return eqn.primitive.name == "dot_general" and all(is_low(x) and is_array(x) for x in args)
+    return op.of(eqn) == op.DOT_GENERAL and all(is_low(x) and is_array(x) for x in args)
 
 
 def _add_bias(eqn: JaxprEqn, args: list[Any], which: int, dtype: Any, to: Casts) -> list[Any]:

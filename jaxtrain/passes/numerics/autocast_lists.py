@@ -26,9 +26,6 @@ _PRODUCTS = {
     "conv_general_dilated": (LOW, "conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d"),
 }
 
-PRODUCTS = frozenset(_PRODUCTS)
-"""Primitives that multiply arrays and sum."""
-
 _NONE_IN_LOW_PRECISION = "without a low-precision version, in XLA as in PyTorch"
 
 _DECOMPOSITIONS = {

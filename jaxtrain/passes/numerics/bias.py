@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxtrain.program import equations
+from jaxtrain.program import operations as op
 from jaxtrain.program.equations import inner_jaxprs
 
 Atom = Var | Literal
@@ -41,10 +42,10 @@ def biased_products(jaxpr: Jaxpr) -> Iterator[Biased]:
     >>> [(biased.total.aval.shape, biased.bias) for biased in biased_products(traced.jaxpr)]
     [((2, 4), 1)]
     """
-    producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    uses = Counter(v for v in [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)] if isinstance(v, Var))
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "add":
+    producers = equations.producers(jaxpr)
+    uses = Counter(equations.reads(jaxpr))
+    for eqn in equations.of(jaxpr):
+        if op.of(eqn) == op.ADD:
             for i in (0, 1):
                 product, bias = eqn.invars[1 - i], eqn.invars[i]
                 if _is_bias(bias, _feature_axes(product, producers), producers):
@@ -58,7 +59,7 @@ def _used_once(var: Atom, producers: Producers, uses: Counter[Var]) -> Var | Non
     eqn = _producer(var, producers)
     if isinstance(var, Literal) or eqn is None or uses[var] > 1:
         return None
-    return _used_once(eqn.invars[0], producers, uses) if eqn.primitive.name == "transpose" else var
+    return _used_once(eqn.invars[0], producers, uses) if op.of(eqn) == op.TRANSPOSE else var
 
 
 def _feature_axes(var: Atom, producers: Producers) -> set[int]:
@@ -66,16 +67,16 @@ def _feature_axes(var: Atom, producers: Producers) -> set[int]:
     eqn = _producer(var, producers)
     if eqn is None:
         return set()
-    if eqn.primitive.name == "transpose":  # inserted by vmap
+    if op.of(eqn) == op.TRANSPOSE:  # inserted by vmap
         axes = _feature_axes(eqn.invars[0], producers)
         return {to for to, axis in enumerate(equations.permutation(eqn)) if axis in axes}
-    if eqn.primitive.name == "conv_general_dilated":
+    if op.of(eqn) == op.CONV_GENERAL_DILATED:
         return {equations.contraction(eqn).out_spec[1]}
-    if eqn.primitive.name in equations.CHECKPOINTS:
+    if op.of(eqn) in op.CHECKPOINTS:
         (body,) = inner_jaxprs(eqn)
-        inner = {out: inner_eqn for inner_eqn in body.eqns for out in inner_eqn.outvars}
-        return _feature_axes(next(x for x, out in zip(body.outvars, eqn.outvars, strict=True) if out is var), inner)
-    if eqn.primitive.name == "dot_general" and equations.contraction(eqn)[1] == ((), ()):
+        inner = next(x for x, out in zip(body.outvars, eqn.outvars, strict=True) if out is var)
+        return _feature_axes(inner, equations.producers(body))
+    if op.of(eqn) == op.DOT_GENERAL and equations.contraction(eqn)[1] == ((), ()):
         return set(range(_aval(var).ndim))
     return set()
 
@@ -83,9 +84,9 @@ def _feature_axes(var: Atom, producers: Producers) -> set[int]:
 def _is_bias(var: Atom, axes: set[int], producers: Producers) -> bool:
     """Return whether `var` is a vector broadcast along one of those axes."""
     eqn = _producer(var, producers)
-    if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "reshape") or _aval(eqn.invars[0]).ndim != 1:
+    if eqn is None or op.of(eqn) not in (op.BROADCAST_IN_DIM, op.RESHAPE) or _aval(eqn.invars[0]).ndim != 1:
         return False
-    if eqn.primitive.name == "broadcast_in_dim":
+    if op.of(eqn) == op.BROADCAST_IN_DIM:
         return set(equations.axes(eqn)) <= axes
     wide = {axis for axis, n in enumerate(_aval(var).shape) if n != 1}
     return wide <= axes and len(wide) <= 1

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxtrain.passes.numerics.autocast_lists import PRODUCTS
 from jaxtrain.passes.numerics.casts import is_array, to_dtype, widen
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 
 _LOW = (jnp.bfloat16, jnp.float16)
-_WITH_RESULTS = ("scan", "while", "cond")
+_WITH_RESULTS = (op.SCAN, op.WHILE, op.COND)
 _DTYPES = ("new_dtype", "dtype", "preferred_element_type")
 _MARKED = "autocast_"  # what the names of functions begin with that autocast computes in its own way
 
@@ -106,7 +106,7 @@ class _Evaluation:
             is_model = _is_product(eqn, depending) or (bool(floats) and all(v in entering for v in floats))
             if equations.inner_jaxprs(eqn):
                 return self._higher_order(eqn, args, is_model, depending, entering)
-            if is_model or eqn.primitive.name == "bitcast_convert_type":
+            if is_model or op.of(eqn) == op.BITCAST_CONVERT_TYPE:
                 return _as_traced(eqn, args)
             if any(map(_is_wide, eqn.invars, args)) or _is_exact(eqn, body):
                 return self._in_float32(eqn, args)
@@ -117,7 +117,7 @@ class _Evaluation:
     def _higher_order(
         self, eqn: JaxprEqn, args: list[Any], is_model: bool, depending: set[Any], entering: set[Any]
     ) -> Sequence[Any]:
-        name = eqn.primitive.name
+        name = op.of(eqn)
         is_marked = str(equations.label(eqn)).startswith(_MARKED)
         is_untouched = name.startswith("custom_") and not any(map(_is_wide, eqn.invars, args))
         if is_model or is_marked or is_untouched or name not in _REBUILT:
@@ -175,7 +175,7 @@ def _is_in(var: Any, found: set[Any]) -> bool:
 def _is_product(eqn: JaxprEqn, depending: set[Any]) -> bool:
     """Return whether this is a product in low precision with a parameter or an activation."""
     operands = eqn.invars[:2]
-    is_low = eqn.primitive.name in PRODUCTS and all(_dtype(v) in _LOW for v in operands)
+    is_low = op.of(eqn) in op.PRODUCTS and all(_dtype(v) in _LOW for v in operands)
     return is_low and any(_is_in(v, depending) for v in operands)
 
 
@@ -183,7 +183,7 @@ def _is_exact(eqn: JaxprEqn, body: Jaxpr) -> bool:
     """Return whether an operation makes numbers in low precision of what is more exact: integers, constants, sums."""
     if _dtype(eqn.outvars[0]) not in _LOW:
         return False
-    if eqn.primitive.name == "convert_element_type":
+    if op.of(eqn) == op.CONVERT_ELEMENT_TYPE:
         (operand,) = eqn.invars
         return not jnp.issubdtype(_dtype(operand), np.inexact) or _is_sum(operand, body)
     return all(isinstance(v, Literal) for v in eqn.invars)
@@ -193,16 +193,16 @@ def _is_sum(var: Any, body: Jaxpr) -> bool:
     """Return whether a float32 value is a scalar, or a sum or mean, which `jax.numpy` computes in float32."""
     if _dtype(var) != np.float32 or isinstance(var, Literal):
         return False
-    producer = next((eqn for eqn in body.eqns if var in eqn.outvars), None)
-    if producer is not None and producer.primitive.name == "div":
+    producer = equations.producers(body).get(var)
+    if producer is not None and op.of(producer) == op.DIV:
         return _is_sum(producer.invars[0], body)
-    return var.aval.shape == () or (producer is not None and producer.primitive.name == "reduce_sum")
+    return var.aval.shape == () or (producer is not None and op.of(producer) == op.REDUCE_SUM)
 
 
 def _depending(body: Jaxpr, active: Sequence[bool]) -> set[Any]:
     """Return the variables that depend on the arguments marked as active."""
     depending = {v for v, is_active in zip(body.invars, active, strict=True) if is_active}
-    for eqn in body.eqns:
+    for eqn in equations.of(body):
         if any(_is_in(v, depending) for v in eqn.invars):
             depending.update(eqn.outvars)
     return depending
@@ -211,7 +211,7 @@ def _depending(body: Jaxpr, active: Sequence[bool]) -> set[Any]:
 def _entering(body: Jaxpr, depending: set[Any], enters: Sequence[bool]) -> set[Any]:
     """Return the variables that enter a product, or a result that enters one outside."""
     entering = {v for v, does in zip(body.outvars, enters, strict=True) if does and not isinstance(v, Literal)}
-    for eqn in reversed(body.eqns):
+    for eqn in reversed(equations.of(body)):
         if _is_product(eqn, depending):
             flags = [True] * len(eqn.invars)
         elif equations.inner_jaxprs(eqn):
@@ -225,7 +225,7 @@ def _entering(body: Jaxpr, depending: set[Any], enters: Sequence[bool]) -> set[A
 def _operands_entering(eqn: JaxprEqn, depending: set[Any], enters: list[bool]) -> list[bool]:
     """Return which operands of an equation with inner jaxprs enter products, inside or after it."""
     active = [_is_in(v, depending) for v in eqn.invars]
-    name, flags = eqn.primitive.name, [False] * len(eqn.invars)
+    name, flags = op.of(eqn), [False] * len(eqn.invars)
     if name not in _REBUILT:
         has_product = any(_has_product(inner) for inner in equations.inner_jaxprs(eqn))
         return [has_product or any(enters)] * len(eqn.invars)
@@ -238,16 +238,16 @@ def _operands_entering(eqn: JaxprEqn, depending: set[Any], enters: list[bool]) -
 
 
 def _has_product(body: Jaxpr) -> bool:
-    return any(eqn.primitive.name in PRODUCTS for eqn in equations.visit(body))
+    return any(op.of(eqn) in op.PRODUCTS for eqn in equations.visit(body))
 
 
 def _bodies(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Callable[[int], int]]]:
     """Yield the bodies of an equation, each with a function from the number of its argument to that of the operand."""
-    name = eqn.primitive.name
-    if name == "cond":
+    name = op.of(eqn)
+    if name == op.COND:
         for branch in equations.branches(eqn):
             yield branch.jaxpr, lambda i: i + 1
-    elif name == "while":
+    elif name == op.WHILE:
         loop = equations.while_loop(eqn)
         yield loop.body.jaxpr, lambda i: i + loop.n_condition
         yield loop.condition.jaxpr, lambda i: i if i < loop.n_condition else i + loop.n_body
@@ -270,7 +270,7 @@ def _flags_of_cond(eqn: JaxprEqn, body: Jaxpr, active: list[bool], enters: list[
 
 def _flags_of_loop(eqn: JaxprEqn, body: Jaxpr, active: list[bool], enters: list[bool]) -> tuple[list[bool], list[bool]]:
     """As of a call; a carry depends on what any of them does, and enters what it enters in another iteration."""
-    if eqn.primitive.name == "scan":
+    if op.of(eqn) == op.SCAN:
         n_consts, n_carry = equations.scan_sizes(eqn)
     else:
         loop = equations.while_loop(eqn)
@@ -291,10 +291,10 @@ def _flags_of_loop(eqn: JaxprEqn, body: Jaxpr, active: list[bool], enters: list[
 
 
 _REBUILT: dict[str, Callable[..., tuple[list[bool], list[bool]]]] = {
-    **dict.fromkeys(equations.APPLICATIONS - {*equations.EVALUATIONS}, _flags_of_call),
-    "cond": _flags_of_cond,
-    "scan": _flags_of_loop,
-    "while": _flags_of_loop,
+    **dict.fromkeys(op.APPLICATIONS - {*op.EVALUATIONS}, _flags_of_call),
+    op.COND: _flags_of_cond,
+    op.SCAN: _flags_of_loop,
+    op.WHILE: _flags_of_loop,
 }
 
 

@@ -21,19 +21,21 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jaxtrain.passes.numerics.autocast import DISABLED, KERNEL, LOSS, autocast_disabled, low_unrounded, product_params
-from jaxtrain.passes.numerics.autocast_lists import PRODUCTS
+from jaxtrain.passes.numerics.autocast import DISABLED, KERNEL, LOSS, autocast_disabled, low_product, low_unrounded
 from jaxtrain.passes.numerics.casts import is_array, to_dtype, widen
 from jaxtrain.passes.numerics.exact_batch import exact_batch
 from jaxtrain.passes.numerics.promoted_products import warn_promoted_products
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 
 _LOW = (jnp.bfloat16, jnp.float16)
 # Between the exponent and its sum, in either direction.
-_MASKING = ("convert_element_type", "select_n", "mul", "reshape", "broadcast_in_dim")
-_WITHIN_SOFTMAX = {*_MASKING, "reduce_sum", "log", "abs", "sign", "squeeze", "stop_gradient", "transpose", "copy"}
-_END_OF_SOFTMAX = ("div", "sub", "add")
-_BROADCASTING = ("add", "sub", "mul", "div", "max", "min", "pow")
+_MASKING = (op.CONVERT_ELEMENT_TYPE, op.SELECT_N, op.MUL, op.RESHAPE, op.BROADCAST_IN_DIM)
+_WITHIN_SOFTMAX = {
+    *(*_MASKING, op.REDUCE_SUM, op.LOG, op.ABS, op.SIGN, op.SQUEEZE, op.STOP_GRADIENT, op.TRANSPOSE, op.COPY),
+}
+_END_OF_SOFTMAX = (op.DIV, op.SUB, op.ADD)
+_BROADCASTING = (op.ADD, op.SUB, op.MUL, op.DIV, op.MAX, op.MIN, op.POW)
 
 
 def compute_in(
@@ -68,7 +70,7 @@ def compute_in(
 
 
 def _evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
-    warn_promoted_products(closed.jaxpr, PRODUCTS)
+    warn_promoted_products(closed.jaxpr, op.PRODUCTS)
     starts = {*_softmax_starts(closed.jaxpr)}
     # By identity: values within a softmax, values computed from losses, and numbers repeated to an array.
     softmax: dict[int, Any] = {}
@@ -83,16 +85,16 @@ def _evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
         return id(x) in losses or (var.aval.dtype in _LOW and getattr(x, "dtype", None) == np.float32)
 
     def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
-        name = eqn.primitive.name
-        if name in equations.CALLS and equations.in_scope(eqn, LOSS):
+        name = op.of(eqn)
+        if name in op.CALLS and equations.in_scope(eqn, LOSS):
             return noted(rewrite.HIGHER_ORDER[name](eqn, args, _run_unrounded), losses)
         if equations.in_scope(eqn, DISABLED) or equations.is_call(eqn, KERNEL):
             return rewrite.bind_as_traced(eqn, args)
         in_softmax = any(id(x) in softmax for x in args)
         unrounded = any(is_unrounded(v, x) for v, x in zip(eqn.invars, args, strict=True))
-        if name in equations.CALLS and (unrounded or in_softmax):
+        if name in op.CALLS and (unrounded or in_softmax):
             return rewrite.evaluate_inner(equations.body(eqn), args, run)
-        if name in equations.CALLS or (name in equations.CHECKPOINTS and not in_softmax):
+        if name in op.CALLS or (name in op.CHECKPOINTS and not in_softmax):
             return rewrite.HIGHER_ORDER[name](eqn, args, run)
         if name in rewrite.HIGHER_ORDER:
             return rewrite.HIGHER_ORDER[name](eqn, rewrite.cast_like([v.aval for v in eqn.invars], args), run)
@@ -102,12 +104,12 @@ def _evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
             return noted(_in_float32(eqn, args), softmax)
         if in_softmax and name in _END_OF_SOFTMAX:
             return _as_written(eqn, _in_float32(eqn, args))
-        if unrounded and not in_softmax and name not in PRODUCTS:
+        if unrounded and not in_softmax and name not in op.PRODUCTS:
             outs = _in_float32(eqn, args)
             rounds = any(_is_low_array(x) and id(x) not in numbers for x in args)
             return _as_written(eqn, outs) if rounds else noted(outs, losses)
         outs = _bind_summing(eqn, rewrite.cast_like([v.aval for v in eqn.invars], args))
-        if name == "broadcast_in_dim" and np.size(args[0]) == 1:
+        if name == op.BROADCAST_IN_DIM and np.size(args[0]) == 1:
             noted(outs, numbers)
         return outs
 
@@ -121,7 +123,7 @@ class _Frame:
     """A jaxpr as called: the equations that make its variables, and the variables of the caller that are its inputs."""
 
     def __init__(self, traced: Jaxpr, inputs: Sequence[Any] = (), caller: "_Frame | None" = None) -> None:
-        self.producers = {var: eqn for eqn in traced.eqns for var in eqn.outvars}
+        self.producers = equations.producers(traced)
         self.caller, self.inputs = caller, dict(zip(traced.invars, inputs, strict=False))
 
     def back(self, var: Any, through: Collection[str], to: str) -> Iterator[tuple[JaxprEqn, "_Frame"]]:
@@ -132,13 +134,13 @@ class _Frame:
         if eqn is None:
             if self.caller is not None and var in self.inputs:
                 yield from self.caller.back(self.inputs[var], through, to)
-        elif eqn.primitive.name == to:
+        elif op.of(eqn) == to:
             yield eqn, self
-        elif eqn.primitive.name in equations.CALLS:
+        elif op.of(eqn) in op.CALLS:
             body = equations.body(eqn).jaxpr
             returned = body.outvars[eqn.outvars.index(var)]
             yield from _Frame(body, eqn.invars, self).back(returned, through, to)
-        elif eqn.primitive.name in through:
+        elif op.of(eqn) in through:
             for operand in eqn.invars:
                 yield from self.back(operand, through, to)
 
@@ -146,19 +148,19 @@ class _Frame:
 def _softmax_starts(traced: Jaxpr) -> Iterator[Var]:
     """Yield the low-precision exponents that are summed and the differences that are their arguments."""
     frame = _Frame(traced)
-    for eqn in traced.eqns:
-        if eqn.primitive.name == "reduce_sum":
-            for exp, at in frame.back(eqn.invars[0], _MASKING, "exp"):
+    for eqn in equations.of(traced):
+        if op.of(eqn) == op.REDUCE_SUM:
+            for exp, at in frame.back(eqn.invars[0], _MASKING, op.EXP):
                 if _aval(exp.outvars[0]).dtype in _LOW:
                     yield exp.outvars[0]
-                    yield from (sub.outvars[0] for sub, _ in at.back(exp.invars[0], ("select_n",), "sub"))
+                    yield from (sub.outvars[0] for sub, _ in at.back(exp.invars[0], (op.SELECT_N,), op.SUB))
         for inner in equations.inner_jaxprs(eqn):
             yield from _softmax_starts(inner)
 
 
 def _in_float32(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     """Apply an operation in float32 and leave its results in float32."""
-    converts = eqn.primitive.name == "convert_element_type" and equations.dtype(eqn) in (*_LOW, np.float32)
+    converts = op.of(eqn) == op.CONVERT_ELEMENT_TYPE and equations.dtype(eqn) in (*_LOW, np.float32)
     return [widen(args[0])] if converts else rewrite.bind(eqn, [widen(x) for x in args])
 
 
@@ -179,7 +181,7 @@ def _run_unrounded(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> l
 
     def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         del run
-        rounds = eqn.primitive.name == "convert_element_type" and equations.dtype(eqn) in _LOW
+        rounds = op.of(eqn) == op.CONVERT_ELEMENT_TYPE and equations.dtype(eqn) in _LOW
         return [args[0]] if rounds and args[0].dtype == np.float32 else None
 
     return rewrite.interpret(body, consts, args, rule)
@@ -187,20 +189,20 @@ def _run_unrounded(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> l
 
 def _bind_summing(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     """Apply an operation as written; the gradient of an operand that it repeats is summed in float32."""
-    name = eqn.primitive.name
+    name = op.of(eqn)
     if name in _BROADCASTING:
         shape = _aval(eqn.outvars[0]).shape
         given = zip(eqn.invars, args, strict=True)
         return rewrite.bind(eqn, [x if isinstance(v, Literal) else _broadcast(x, shape) for v, x in given])
-    if name in ("broadcast_in_dim", "gather") and not isinstance(eqn.invars[0], Literal):
+    if name in (op.BROADCAST_IN_DIM, op.GATHER) and not isinstance(eqn.invars[0], Literal):
         operand, *rest = args
-        if name == "broadcast_in_dim" and operand.size == _aval(eqn.outvars[0]).size:
+        if name == op.BROADCAST_IN_DIM and operand.size == _aval(eqn.outvars[0]).size:
             return rewrite.bind(eqn, args)
         return [_sum_gradient(lambda x, *rest: rewrite.bind(eqn, [x, *rest])[0], operand, *rest)]
-    if name in PRODUCTS and all(x.dtype in _LOW for x in args[:2]):
+    if name in op.PRODUCTS and all(x.dtype in _LOW for x in args[:2]):
         if len(args) == 2 and _aval(eqn.outvars[0]).dtype == np.float32:
             return low_unrounded(eqn, args, args[0].dtype)
-        return [eqn.primitive.bind(*args, **product_params(eqn, _aval(eqn.outvars[0]).dtype))]
+        return rewrite.bind(low_product(eqn, _aval(eqn.outvars[0]).dtype), args)
     return rewrite.bind(eqn, args)
 
 

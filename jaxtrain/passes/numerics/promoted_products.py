@@ -14,6 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxtrain.errors import traced_location, warn_user
 from jaxtrain.passes.numerics.autocast import DISABLED
 from jaxtrain.program import equations
+from jaxtrain.program import operations as op
 
 _LOW = (jnp.bfloat16, jnp.float16)
 _FLAX_PROMOTION = "promote_dtype"
@@ -33,11 +34,11 @@ def warn_promoted_products(traced: Jaxpr, products: Collection[str]) -> None:
 
 
 def _promoted(traced: Jaxpr, products: Collection[str]) -> Iterator[JaxprEqn]:
-    producers = {var: eqn for eqn in traced.eqns for var in eqn.outvars}
-    for eqn in traced.eqns:
+    producers = equations.producers(traced)
+    for eqn in equations.of(traced):
         if equations.in_scope(eqn, DISABLED):
             continue
-        if eqn.primitive.name in products:
+        if op.of(eqn) in products:
             operands: list[Any] = [x for x in eqn.invars[:2] if not isinstance(x, Literal)]
             widening = {x: producers[x] for x in operands if x in producers and _widens(producers[x])}
             wide = [x for x in operands if x.aval.dtype == np.float32 and x not in widening]
@@ -49,7 +50,7 @@ def _promoted(traced: Jaxpr, products: Collection[str]) -> Iterator[JaxprEqn]:
 
 def _widens(eqn: JaxprEqn) -> bool:
     operand: Any = eqn.invars[0]
-    return eqn.primitive.name == "convert_element_type" and operand.aval.dtype in _LOW
+    return op.of(eqn) == op.CONVERT_ELEMENT_TYPE and operand.aval.dtype in _LOW
 
 
 def _is_by_flax(conversion: JaxprEqn | None) -> bool:

@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 from jaxtrain.program.follow import sole_sources
 
 RECOMPUTED = "recomputed_in_low_precision"
@@ -71,7 +72,7 @@ def rounded_results(traced: Jaxpr, rounds: Callable[[JaxprEqn], bool]) -> Iterat
     def rounds_floats(eqn: JaxprEqn) -> bool:
         return rounds(eqn) and all(v.aval.dtype == np.float32 for v in eqn.invars)  # type: ignore[attr-defined]
 
-    found = sole_sources(traced, rounds_floats, lambda eqn: eqn.primitive.name in ("reshape", "transpose"))
+    found = sole_sources(traced, rounds_floats, lambda eqn: op.of(eqn) in (op.RESHAPE, op.TRANSPOSE))
     return (var for var, eqn in found if recomputes(eqn) and len(eqn.outvars) == 1)
 
 
@@ -98,7 +99,7 @@ def recompute_call(eqn: JaxprEqn, args: Sequence[Any], run: rewrite.Run, result:
 
 def gradient_on_gpu(eqn: JaxprEqn) -> Gradient | None:
     """Return the gradient on GPUs of an evaluated call of a marked function; None for any other equation."""
-    if eqn.primitive.name != "custom_vjp_call":
+    if op.of(eqn) != op.CUSTOM_VJP_CALL:
         return None
     scopes = (part.name for part in eqn.source_info.name_stack.stack)
     return next((_GRADIENTS[name] for name in scopes if name in _GRADIENTS), None)
@@ -132,7 +133,7 @@ def _with_gradient(closed: ClosedJaxpr, on_gpu: Gradient, args: Sequence[Any], n
 
 
 def _reduces(traced: Jaxpr) -> bool:
-    return any(eqn.primitive.name.startswith("reduce_") for eqn in equations.visit(traced))
+    return any(op.of(eqn).startswith("reduce_") for eqn in equations.visit(traced))
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from jaxtrain.passes.numerics.autocast_lists import PRODUCTS
 from jaxtrain.passes.numerics.casts import LOWER_FLOATS, to_dtype
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 from jaxtrain.program.follow import Apply, Followed, follow, is_followed, moves, used
 
 
@@ -80,10 +80,10 @@ class _Stored(Followed):
         return to_dtype(self.dtype, self.array)
 
     def moved(self, eqn: JaxprEqn, rest: Sequence[Any], apply: Apply) -> Any:
-        name = eqn.primitive.name
-        if name == "convert_element_type" and self.is_exact and jnp.issubdtype(equations.dtype(eqn), np.floating):
+        name = op.of(eqn)
+        if name == op.CONVERT_ELEMENT_TYPE and self.is_exact and jnp.issubdtype(equations.dtype(eqn), np.floating):
             return _Stored(self.array, equations.dtype(eqn))
-        return _Stored(apply(self.array), self.dtype) if moves(eqn) or name == "gather" else None
+        return _Stored(apply(self.array), self.dtype) if moves(eqn) or name == op.GATHER else None
 
 
 def _contains_lower_floats(dtype: Any) -> bool:
@@ -92,7 +92,7 @@ def _contains_lower_floats(dtype: Any) -> bool:
 
 def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
     del run
-    if eqn.primitive.name in PRODUCTS - {"ragged_dot_general"} and any(
+    if op.of(eqn) in op.PRODUCTS - {op.RAGGED_DOT_GENERAL} and any(
         is_followed(x) and x.array.dtype != x.dtype for x in args
     ):
         # The backward pass converts again: it would keep the converted operand of every layer.

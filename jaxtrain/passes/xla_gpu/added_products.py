@@ -15,10 +15,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.passes.fp8.scaled_product import NAME
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 
-FUSED_BEHIND = ("convert_element_type", "reshape")
+FUSED_BEHIND = (op.CONVERT_ELEMENT_TYPE, op.RESHAPE)
 """Primitives that a kernel which writes their operand computes as well."""
-_ADD = ("add", "add_any")
+_ADD = (op.ADD, op.ADD_ANY)
 
 
 class _Product(NamedTuple):
@@ -48,9 +49,9 @@ class AddedProducts:
 
     def note(self, eqn: JaxprEqn, args: list[Any], outs: Sequence[Any]) -> None:
         """Note the result of an equation if it is a product, or one in another layout or in float32."""
-        if eqn.primitive.name == NAME and _is_added_by_a_library(eqn, args):
+        if op.of(eqn) == NAME and _is_added_by_a_library(eqn, args):
             self._products[id(outs[0])] = _Product(eqn, args, outs[0]), outs[0]
-        elif eqn.primitive.name in FUSED_BEHIND and self._is_read_once(eqn.invars) and _keeps_values(eqn):
+        elif op.of(eqn) in FUSED_BEHIND and self._is_read_once(eqn.invars) and _keeps_values(eqn):
             found = self._products.get(id(args[0]))
             self._products |= {} if found is None else {id(outs[0]): (found[0], outs[0])}
 
@@ -59,7 +60,7 @@ class AddedProducts:
 
         The sum is rounded to the dtype of the products, instead of the second product.
         """
-        if eqn.primitive.name not in _ADD or not self._is_read_once(eqn.invars):
+        if op.of(eqn) not in _ADD or not self._is_read_once(eqn.invars):
             return None
         (first, last) = (self._products.get(id(x)) for x in args)
         if first is None or last is None or len(last[0].operands) > 4 or first[0].value.shape != last[0].value.shape:
@@ -98,5 +99,4 @@ def _keeps_values(eqn: JaxprEqn) -> bool:
 def _reads(traced: Jaxpr) -> Iterator[Any]:
     """Yield the variables that equations read, and those that are results, as often as they are."""
     for jaxpr in equations.nested(traced):
-        read = (*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars))
-        yield from (v for v in read if not isinstance(v, Literal))
+        yield from equations.reads(jaxpr)

@@ -15,6 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtrain.passes.fp8.scales import AMAX, amax_of_all
 from jaxtrain.passes.xla_gpu.added_products import FUSED_BEHIND
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 from jaxtrain.program.follow import Apply, Followed, is_followed, moved_or_used, used, uses
 
 _Measured = tuple[int, Any]
@@ -80,7 +81,7 @@ class _Carried(Followed):
 
 
 def _keeps(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in FUSED_BEHIND
+    return op.of(eqn) in FUSED_BEHIND
 
 
 def _rule(known: Mapping[_Measured, jax.Array], inlined: Inlined) -> rewrite.Rule:

@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.biased_product import biased_product
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 from jaxtrain.program.follow import sole_sources
 from jaxtrain.program.platform import on_gpu
 
@@ -54,7 +55,7 @@ def rewrite_products(
             if not consumed.isdisjoint(eqn.outvars):
                 return [Product(tuple(args), _multiply(eqn))]
             if any(isinstance(x, Product) for x in args):
-                return args if eqn.primitive.name == "reshape" else rule(eqn, args)
+                return args if op.of(eqn) == op.RESHAPE else rule(eqn, args)
             return None
 
         return rewrite.interpret(
@@ -71,22 +72,23 @@ def _multiply(eqn: JaxprEqn) -> Callable[..., jax.Array]:
     def multiply_and_add(rows: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
         return biased_product(rows, kernel, bias, _ROWS_BY_COLUMNS)
 
-    return multiply if eqn.primitive.name == "dot_general" else multiply_and_add
+    return multiply if op.of(eqn) == op.DOT_GENERAL else multiply_and_add
 
 
 def _keeps_columns(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name != "reshape":
+    if op.of(eqn) != op.RESHAPE:
         return False
     before, after = (v.aval.shape for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
     return bool(before and after and before[-1] == after[-1])
 
 
 def _is_product(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name == "custom_jvp_call":
-        eqn, *more = equations.body(eqn).jaxpr.eqns
-        if more or eqn.primitive.name != BIASED_PRODUCT:
+    if op.of(eqn) == op.CUSTOM_JVP_CALL:
+        inner = equations.sole(equations.body(eqn))
+        if inner is None or op.of(inner) != BIASED_PRODUCT:
             return False
-    elif eqn.primitive.name != "dot_general":
+        eqn = inner
+    elif op.of(eqn) != op.DOT_GENERAL:
         return False
     dtypes = {v.aval.dtype for v in [*eqn.invars, *eqn.outvars]}  # type: ignore[attr-defined]
     ((left, right), batch) = equations.contraction(eqn)

@@ -10,6 +10,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 
 
 class Equal:
@@ -20,7 +21,7 @@ class Equal:
 
     def merged(self, eqn: JaxprEqn, args: Sequence[Any], compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         """Return the results of an equation, those of an equal one if there was any."""
-        key = eqn.primitive.name, str(equations.params(eqn)), tuple(map(_identity, args))
+        key = op.of(eqn), str(equations.params(eqn)), tuple(map(_identity, args))
         if key not in self._values:
             self._values[key] = args, compute()
         return self._values[key][1]
@@ -44,7 +45,7 @@ def scan_merged(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> list[Any]:
         results[:] = _first_equal([(i if i < n_carry else -1, id(x)) for i, x in enumerate(outs)])
         return outs
 
-    outs = rewrite.HIGHER_ORDER["scan"](eqn, args, body)
+    outs = rewrite.HIGHER_ORDER[op.SCAN](eqn, args, body)
     return [outs[i] for i in results]
 
 

@@ -22,13 +22,14 @@ from jaxtrain.passes.xla_gpu.equal_values import Equal, scan_merged
 from jaxtrain.passes.xla_gpu.scanned import is_cheap
 from jaxtrain.passes.xla_gpu.shared_scales import SharedScales
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 from jaxtrain.program.platform import on_gpu
 
 _MOST = 3
 """Times its size that the computation of an array may read: as often it would be written and read otherwise."""
 _SMALL = 64
 """Parts of an array that are not counted: statistics of rows, parameters of columns."""
-_OF_RESIDUALS = ("name", "reduce_precision")
+_OF_RESIDUALS = (op.NAME, op.REDUCE_PRECISION)
 """Primitives that `jax.checkpoint` leaves on what it saves by name."""
 
 
@@ -61,7 +62,7 @@ def fuse_casts(fn: Callable[..., Any], platform: str | None = None) -> Callable[
 def _carrying(fn: Callable[..., Any]) -> Callable[..., Any]:
     def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         del run
-        return carry_magnitudes(eqn, args, _inlined) if eqn.primitive.name == "scan" else rewrite.bind(eqn, args)
+        return carry_magnitudes(eqn, args, _inlined) if op.of(eqn) == op.SCAN else rewrite.bind(eqn, args)
 
     return rewrite.transform(fn, rule)
 
@@ -80,9 +81,9 @@ def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any], shared: Shar
         args = shared.operands(eqn, args)
         if not eqn.outvars:  # what differentiation leaves of a function whose results are known
             return []
-        if eqn.primitive.name == "scan":
+        if op.of(eqn) == op.SCAN:
             return scan_merged(eqn, args, _run)
-        if eqn.primitive.name == CAST:
+        if op.of(eqn) == CAST:
             return _shared(
                 eqn, args, shared, lambda: equal.merged(eqn, args, lambda: _cast(eqn, args, again, measured))
             )
@@ -93,7 +94,7 @@ def _run(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any], shared: Shar
         if (inner := _inlined(eqn)) is not None:
             products.enter(eqn, args)
             return run(*inner, args)
-        if not is_cheap(eqn) and eqn.primitive.name not in _OF_RESIDUALS:
+        if not is_cheap(eqn) and op.of(eqn) not in _OF_RESIDUALS:
             results = rewrite.bind(eqn, args)
             products.note(eqn, args, results)
             return results
@@ -135,7 +136,7 @@ def _cast(eqn: JaxprEqn, args: list[Any], again: "_Again", measured: set[int]) -
 def _activations(traced: Jaxpr) -> Iterator[Any]:
     """Yield the variables that are converted to the format of activations."""
     for eqn in equations.visit(traced):
-        if eqn.primitive.name == CAST and equations.own(eqn, "dtype") == E4M3:
+        if op.of(eqn) == CAST and equations.own(eqn, "dtype") == E4M3:
             yield from (v for v in eqn.invars if not isinstance(v, Literal))
 
 
@@ -157,28 +158,28 @@ def _amax(x: jax.Array, *, by_columns: bool) -> jax.Array:
 
 def _inlined(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
     """Return the jaxpr and constants of a call without a barrier that contains conversions, or what they convert."""
-    name = eqn.primitive.name
-    if name in equations.CHECKPOINTS:
+    name = op.of(eqn)
+    if name in op.CHECKPOINTS:
         return None if equations.prevents_cse(eqn) else (equations.body(eqn), ())
-    is_a_part = name in ("eval_jaxpr", "closed_call")  # of a checkpoint, split off by differentiation
-    if is_a_part or (name in equations.CALLS and any(map(_has_casts, equations.inner_jaxprs(eqn)))):
+    is_a_part = name in (op.EVAL_JAXPR, op.CLOSED_CALL)  # of a checkpoint, split off by differentiation
+    if is_a_part or (name in op.CALLS and any(map(_has_casts, equations.inner_jaxprs(eqn)))):
         closed = equations.body(eqn)
         return closed.jaxpr, closed.consts
     return None
 
 
 def _without_barriers(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-    if eqn.primitive.name not in equations.CHECKPOINTS:
+    if op.of(eqn) not in op.CHECKPOINTS:
         return rewrite.bind(eqn, args)
     return rewrite.interpret(equations.body(eqn), (), args, lambda eqn, args, run: _without_barriers(eqn, args))
 
 
 def _has_casts(traced: Jaxpr) -> bool:
-    return any(eqn.primitive.name in (CAST, "scan") for eqn in equations.visit(traced))
+    return any(op.of(eqn) in (CAST, op.SCAN) for eqn in equations.visit(traced))
 
 
 def _sums(eqn: JaxprEqn) -> bool:
-    return any(inner.primitive.name == "reduce_sum" for inner in equations.within(eqn))
+    return any(op.of(inner) == op.REDUCE_SUM for inner in equations.within(eqn))
 
 
 class _Again:

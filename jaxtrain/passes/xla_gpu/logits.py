@@ -18,6 +18,7 @@ from jax.extend.core import JaxprEqn
 from jaxtrain.passes.numerics.autocast import LOSS
 from jaxtrain.passes.xla_gpu.consumed_products import Product, rewrite_products
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 
 _MULTIPLE = 8  # of columns, for tensor cores
 
@@ -45,7 +46,7 @@ def overwrite_logits(fn: Callable[..., Any], platform: str | None = None) -> Cal
 
 def _widens_for_a_loss(eqn: JaxprEqn) -> bool:
     return (
-        eqn.primitive.name == "convert_element_type"
+        op.of(eqn) == op.CONVERT_ELEMENT_TYPE
         and equations.dtype(eqn) == np.float32
         and eqn.invars[0].aval.ndim == 2  # type: ignore[attr-defined]  # XLA would copy logits of more axes first
         and equations.in_scope(eqn, LOSS)

@@ -15,21 +15,16 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 from jaxtrain.passes.fp8.scales import CAST
 from jaxtrain.passes.memory.remat import BLOCK, names_costly
 from jaxtrain.program import equations, rewrite
+from jaxtrain.program import operations as op
 from jaxtrain.program.platform import transform_on_gpu
 
-CHEAP = frozenset(
-    {
-        *("abs", "add", "add_any", "and", "bitcast_convert_type", "ceil", "clamp", "convert_element_type", "copy"),
-        *("cos", "div", "eq", "erf", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota"),
-        *("is_finite", "le", "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not"),
-        *("one_minus_square", "or", "polynomial", "pow", "round", "rsqrt"),
-        *("select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tanh", "xor"),
-        *("broadcast_in_dim", "concatenate", "pad", "reshape", "slice", "squeeze", "transpose"),
-        *("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"),
-        *("random_bits", "random_fold_in", "random_split", "random_unwrap", "random_wrap", "threefry2x32"),
-        *("shift_left", "shift_right_logical", "stack", CAST),
-    }
-)
+CHEAP = op.ELEMENTWISE | {
+    *(op.BITCAST_CONVERT_TYPE, op.CONVERT_ELEMENT_TYPE, op.COPY, op.IOTA, op.NAME, op.STOP_GRADIENT),
+    *(op.BROADCAST_IN_DIM, op.CONCATENATE, op.PAD, op.RESHAPE, op.SLICE, op.SQUEEZE, op.STACK, op.TRANSPOSE),
+    *(op.REDUCE_AND, op.REDUCE_MAX, op.REDUCE_MIN, op.REDUCE_OR, op.REDUCE_SUM),
+    *(op.RANDOM_BITS, op.RANDOM_FOLD_IN, op.RANDOM_SPLIT, op.RANDOM_UNWRAP, op.RANDOM_WRAP, op.THREEFRY2X32),
+    *(op.SHIFT_LEFT, op.SHIFT_RIGHT_LOGICAL, CAST),
+}
 """Primitives whose results are computed again: limited by the bandwidth, or without a launch of their own.
 
 "split" is not one of them: its parts are as large as its operand, and on a mesh it may communicate."""
@@ -40,13 +35,11 @@ SMALL_TABLE = 2**16
 
 def costly(primitive: Any, *args: Any, **params: Any) -> bool:
     """Save the results of all operations but the cheap ones, as a policy of `jax.checkpoint`."""
-    if primitive.name == "gather" and args and args[0].size <= SMALL_TABLE:
+    if primitive.name == op.GATHER and args and args[0].size <= SMALL_TABLE:
         return False
     called = params.get("call_jaxpr" if primitive.name.startswith("custom_") else "jaxpr")
-    if primitive.name in (*equations.CUSTOM, *equations.CALLS):
-        return any(
-            costly(eqn.primitive, *(v.aval for v in eqn.invars), **equations.params(eqn)) for eqn in _equations(called)
-        )
+    if primitive.name in (*op.CUSTOM, *op.CALLS):
+        return any(equations.saves(costly, eqn) for eqn in equations.of(called))
     return primitive.name not in CHEAP or names_costly(primitive, params)
 
 
@@ -109,8 +102,8 @@ def _in_scans(rule: rewrite.Rule, where: rewrite.Where) -> rewrite.Rule:
 
     def of_scan(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
         del run
-        is_changed = eqn.primitive.name == "scan" and any(map(where, equations.within(eqn)))
-        return rewrite.HIGHER_ORDER["scan"](eqn, args, in_scan) if is_changed else None
+        is_changed = op.of(eqn) == op.SCAN and any(map(where, equations.within(eqn)))
+        return rewrite.HIGHER_ORDER[op.SCAN](eqn, args, in_scan) if is_changed else None
 
     return of_scan
 
@@ -120,7 +113,7 @@ def _is_activation(eqn: JaxprEqn) -> bool:
     if not _is_checkpoint(eqn) or not equations.prevents_cse(eqn):
         return False
     are_real = all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars)  # type: ignore[attr-defined]
-    return are_real and all(map(is_cheap, equations.body(eqn).eqns))
+    return are_real and all(map(is_cheap, equations.of(equations.body(eqn))))
 
 
 def _keep_apart(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
@@ -150,14 +143,14 @@ def _inline_checkpoints(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Seq
 
 
 def _is_checkpoint(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in equations.CHECKPOINTS
+    return op.of(eqn) in op.CHECKPOINTS
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Return whether an equation and all equations in its parameters are cheap."""
     if inner := equations.inner_jaxprs(eqn):
-        return all(is_cheap(inner_eqn) for part in inner for inner_eqn in part.eqns)
-    return not costly(eqn.primitive, **equations.params(eqn))
+        return all(is_cheap(x) for part in inner for x in equations.of(part))
+    return op.of(eqn) != op.GATHER and not equations.saves(costly, eqn)
 
 
 def _is_block(eqn: JaxprEqn) -> bool:
@@ -171,8 +164,3 @@ def _checkpoint_block(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Seque
     inner = jaxpr_as_fun(equations.body(eqn))
     # The bodies of the two loops share no computation that XLA could merge.
     return list(jax.checkpoint(inner, policy=costly, prevent_cse=False)(*args))
-
-
-def _equations(closed: Any) -> list[JaxprEqn]:
-    equations: list[JaxprEqn] = closed.jaxpr.eqns
-    return equations

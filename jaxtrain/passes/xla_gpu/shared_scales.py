@@ -13,8 +13,9 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jaxtrain.passes.fp8.scaled_product import NAME
+from jaxtrain.program import operations as op
 
-_UNCHANGED = ("optimization_barrier", "reshape", "transpose")
+_UNCHANGED = (op.OPTIMIZATION_BARRIER, op.RESHAPE, op.TRANSPOSE)
 
 
 class SharedScales:
@@ -48,8 +49,8 @@ class SharedScales:
         """Return the operands of an equation, with the scales that its arrays were converted by."""
         if not any(id(x) in self._scales for x in args):
             return args
-        if eqn.primitive.name != NAME:
-            self.are_lost |= eqn.primitive.name not in _UNCHANGED
+        if op.of(eqn) != NAME:
+            self.are_lost |= op.of(eqn) not in _UNCHANGED
             return args
         args = [*args]
         for i in (0, 2):

@@ -15,6 +15,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxtrain.passes.xla_gpu.consumed_products import Product, rewrite_products
 from jaxtrain.program import equations
+from jaxtrain.program import operations as op
 
 
 def split_products(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
@@ -38,7 +39,7 @@ def split_products(fn: Callable[..., Any], platform: str | None = None) -> Calla
 
 
 def _splits_columns(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "split" and equations.split_of(eqn).axis == eqn.invars[0].aval.ndim - 1  # type: ignore[attr-defined]
+    return op.of(eqn) == op.SPLIT and equations.split_of(eqn).axis == eqn.invars[0].aval.ndim - 1  # type: ignore[attr-defined]
 
 
 def _parts(eqn: JaxprEqn, args: list[Product]) -> list[jax.Array]:

@@ -17,6 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from jaxtrain.program import equations, internals, rewrite
+from jaxtrain.program import operations as op
 from jaxtrain.program.platform import transform_on_gpu
 
 
@@ -42,15 +43,15 @@ def unfilled_stacks(fn: Callable[..., Any], platform: str | None = None) -> Call
 
 def _rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
     del run
-    if eqn.primitive.name == "scan":
+    if op.of(eqn) == op.SCAN:
         return _carry_outputs(eqn, args)
     # Nothing else is rebuilt: a differentiated checkpoint would lose its barriers.
-    is_jit = eqn.primitive.name in equations.CALLS
+    is_jit = op.of(eqn) in op.CALLS
     return None if is_jit and any(map(_has_scan, equations.inner_jaxprs(eqn))) else rewrite.bind(eqn, args)
 
 
 def _has_scan(traced: Jaxpr) -> bool:
-    return any(eqn.primitive.name == "scan" for eqn in equations.visit(traced))
+    return any(op.of(eqn) == op.SCAN for eqn in equations.visit(traced))
 
 
 def _carry_outputs(eqn: JaxprEqn, args: list[Any]) -> list[Any]:

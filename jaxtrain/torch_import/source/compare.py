@@ -9,7 +9,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxtrain.passes import BLOCK, RECOMPUTED
 from jaxtrain.program import equations
-from jaxtrain.program.equations import APPLICATIONS, scan_sizes
+from jaxtrain.program import operations as op
+from jaxtrain.program.equations import scan_sizes
 
 Program = Any
 """A closed jaxpr."""
@@ -34,7 +35,7 @@ def _outputs(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int]) -> list[i
     def read(atom: Any) -> int:
         return _constant(atom.val) if hasattr(atom, "val") else values[atom]
 
-    for eqn in jaxpr.eqns:
+    for eqn in equations.of(jaxpr):
         results = _results(eqn, [read(atom) for atom in eqn.invars])
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
@@ -42,14 +43,14 @@ def _outputs(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int]) -> list[i
 
 def _results(eqn: Any, operands: list[int]) -> list[int]:
     """Return the numbers of an equation's results."""
-    name = eqn.primitive.name
-    if name == "iota":
+    name = op.of(eqn)
+    if name == op.IOTA:
         return [_constant(_positions(equations.params(eqn)))]
-    if name == "scan":
+    if name == op.SCAN:
         return _scanned(eqn, operands)
-    if name in APPLICATIONS:
+    if name in op.APPLICATIONS:
         body, consts = _closed(equations.body(eqn))
-        mark = _mark(equations.label(eqn)) if name == "jit" else ""
+        mark = _mark(equations.label(eqn)) if name == op.JIT else ""
         return [hash((name, mark, x)) for x in _outputs(body, consts, operands)]
     given = tuple(sorted((key, _parameter(value)) for key, value in equations.params(eqn).items() if key != "name"))
     return [hash((name, tuple(operands), given, i)) for i, _ in enumerate(eqn.outvars)]
@@ -90,7 +91,7 @@ def _closed(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 def _count(jaxpr: Any) -> int:
     """Return the number of equations in a jaxpr and those inside it, without calls and constants."""
-    return sum(eqn.primitive.name not in (*APPLICATIONS, "iota") for eqn in equations.visit(jaxpr))
+    return sum(op.of(eqn) not in (*op.APPLICATIONS, op.IOTA) for eqn in equations.visit(jaxpr))
 
 
 def _constant(value: Any) -> int:

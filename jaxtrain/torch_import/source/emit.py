@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import TorchParam
+from jaxtrain.program import equations
 from jaxtrain.torch_import.graph import (
     COND,
     CUSTOM,
@@ -307,7 +308,7 @@ def _draws(graph: Graph, ops: Mapping[str, Any], buffers: Mapping[str, Any]) -> 
 
 def _depends_on_first(jaxpr: Any) -> bool:
     needed = {var for var in jaxpr.outvars if not hasattr(var, "val")}
-    for eqn in reversed(jaxpr.eqns):
+    for eqn in reversed(equations.of(jaxpr)):
         if any(var in needed for var in eqn.outvars):
             needed.update(var for var in eqn.invars if not hasattr(var, "val"))
     return jaxpr.invars[0] in needed
