@@ -1,5 +1,6 @@
 """A JAX program as a value: what its equations say, and functions that rewrite them; unaware of training.
 
+operations  the names of operations
 equations   what an equation says; the only reader of their parameters
 rewrite     a function rewritten equation by equation, through its control flow
 record      the values of a program, and the lines of its equations
@@ -15,4 +16,15 @@ from jaxtrain.program.loops import at_most as at_most
 from jaxtrain.program.loops import most_times as most_times
 from jaxtrain.program.platform import is_gpu as is_gpu
 
-__all__ = ["equations", "follow", "hlo", "internals", "loops", "part_specs", "platform", "record", "rewrite"]
+__all__ = [
+    "equations",
+    "follow",
+    "hlo",
+    "internals",
+    "loops",
+    "operations",
+    "part_specs",
+    "platform",
+    "record",
+    "rewrite",
+]

@@ -42,13 +42,12 @@ class KernelProduct(NamedTuple):
     @classmethod
     def of(cls, eqn: JaxprEqn) -> "KernelProduct | None":
         """Return the product that an equation computes, with a bias or without one; None for any other equation."""
-        inner: JaxprEqn | None = eqn
-        if op.of(eqn) == op.CUSTOM_JVP_CALL:
-            inner = equations.sole(equations.body(eqn))
-            if inner is None:
-                return None
+        inner = equations.sole(equations.body(eqn)) if op.of(eqn) == op.CUSTOM_JVP_CALL else eqn
+        if inner is None:
+            return None
+        if inner is not eqn:
             # Autocast's own products with a derivative: those with a bias, and those that are not rounded.
-            is_unrounded = op.of(inner) == op.DOT_GENERAL and inner.outvars[0].aval.dtype == np.float32
+            is_unrounded = op.of(inner) == op.DOT_GENERAL and inner.outvars[0].aval.dtype == np.float32  # type: ignore[attr-defined]
             if not (is_unrounded or op.of(inner) == BIASED_PRODUCT):
                 return None
         elif op.of(eqn) != op.DOT_GENERAL:

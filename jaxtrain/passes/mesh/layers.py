@@ -193,12 +193,12 @@ def _scan_over_layers(traced: Jaxpr, depends: dict[Any, str]) -> JaxprEqn:
 def _needed(traced: Jaxpr, results: Sequence[Any], given: set[Any]) -> tuple[list[JaxprEqn], set[Any]]:
     """Return the equations that compute `results` from `given` variables, and the variables that they read."""
     read = {v for v in results if not isinstance(v, Literal)}
-    equations = []
+    needed = []
     for eqn in reversed(equations.of(traced)):
         if any(v in read and v not in given for v in eqn.outvars):
-            equations.append(eqn)
+            needed.append(eqn)
             read |= {v for v in eqn.invars if not isinstance(v, Literal)}
-    return equations[::-1], read
+    return needed[::-1], read
 
 
 def _unrounded(eqn: JaxprEqn, args: list[Any]) -> list[Any] | None:

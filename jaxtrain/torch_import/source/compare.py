@@ -80,9 +80,9 @@ def _scanned(eqn: Any, operands: Sequence[int]) -> list[int]:
     whole = (params["length"], params["reverse"], params["unroll"])
     carried = [hash(("carry", x)) for x in start]
     for _ in range(count + 1):
-        results = _outputs(body, consts, [*closed, *carried, *(hash(("slice", x)) for x in slices)])
+        results = _outputs(body, consts, [*closed, *carried, *(hash((op.SLICE, x)) for x in slices)])
         carried = [hash(pair) for pair in zip(carried, results, strict=False)]
-    return [hash(("scan", whole, x)) for x in (*carried, *results[count:])]
+    return [hash((op.SCAN, whole, x)) for x in (*carried, *results[count:])]
 
 
 def _closed(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
