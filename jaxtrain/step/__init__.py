@@ -5,9 +5,16 @@
 
 from jaxtrain.step.accumulate import split_batch as split_batch
 from jaxtrain.step.arithmetic import optimizer_in_float32 as optimizer_in_float32
-from jaxtrain.step.batch import require_32_bits as require_32_bits
-from jaxtrain.step.batch import require_equal_rows as require_equal_rows
 from jaxtrain.step.build import TrainStep, train_step
+from jaxtrain.step.checks.batch import require_32_bits as require_32_bits
+from jaxtrain.step.checks.batch import require_equal_rows as require_equal_rows
+from jaxtrain.step.checks.diagnosis import takes_one_batch as takes_one_batch
+from jaxtrain.step.checks.first_loss import cause_in_batch as cause_in_batch
+from jaxtrain.step.checks.first_loss import failed_assumption as failed_assumption
+from jaxtrain.step.checks.mistakes import accepts as accepts
+from jaxtrain.step.checks.mistakes import check_optimizer as check_optimizer
+from jaxtrain.step.checks.mistakes import signature_of as signature_of
+from jaxtrain.step.checks.retrace import limit_recompilation as limit_recompilation
 from jaxtrain.step.clip import clip_grad_norm as clip_grad_norm
 from jaxtrain.step.clip import clip_grad_value as clip_grad_value
 from jaxtrain.step.compiler_options import CompilerOptions as CompilerOptions
@@ -15,12 +22,9 @@ from jaxtrain.step.compiler_options import compiler_options as compiler_options
 from jaxtrain.step.complex_parameters import as_complex as as_complex
 from jaxtrain.step.complex_parameters import as_real as as_real
 from jaxtrain.step.complex_parameters import refuse_complex as refuse_complex
-from jaxtrain.step.diagnosis import takes_one_batch as takes_one_batch
 from jaxtrain.step.evaluation import eval_step
 from jaxtrain.step.explained import Phase as Phase
 from jaxtrain.step.explained import explained as explained
-from jaxtrain.step.first_loss import cause_in_batch as cause_in_batch
-from jaxtrain.step.first_loss import failed_assumption as failed_assumption
 from jaxtrain.step.initial import init_state as init_state
 from jaxtrain.step.learning_rate import LearningRate as LearningRate
 from jaxtrain.step.learning_rate import descend as descend
@@ -34,9 +38,6 @@ from jaxtrain.step.loss_scale import dynamic_loss_scale, load_state_dict, state_
 from jaxtrain.step.loss_scale import is_scaled as is_scaled
 from jaxtrain.step.lost_values import KINDS as KINDS
 from jaxtrain.step.lost_values import LayerLosses, Magnitudes, PrecisionLosses
-from jaxtrain.step.mistakes import accepts as accepts
-from jaxtrain.step.mistakes import check_optimizer as check_optimizer
-from jaxtrain.step.mistakes import signature_of as signature_of
 from jaxtrain.step.nonfinite import finite_leaves as finite_leaves
 from jaxtrain.step.nonfinite import leaf_name
 from jaxtrain.step.objective import STEP_METRICS as STEP_METRICS
@@ -49,7 +50,6 @@ from jaxtrain.step.parts import StepParts as StepParts
 from jaxtrain.step.per_layer_scale import per_layer_loss_scale
 from jaxtrain.step.per_layer_scale import scales_blocks as scales_blocks
 from jaxtrain.step.precision_losses import PrecisionMeasurement, precision_losses
-from jaxtrain.step.retrace import limit_recompilation as limit_recompilation
 from jaxtrain.step.rounding import apply_updates as apply_updates
 from jaxtrain.step.rounding import stochastic_round as stochastic_round
 from jaxtrain.step.state import TrainState

@@ -15,7 +15,7 @@ import optax
 
 from jaxtrain.errors import UserError
 from jaxtrain.paths import path_name
-from jaxtrain.step.batch import require_equal_rows
+from jaxtrain.step.checks.batch import require_equal_rows
 from jaxtrain.step.nonfinite import Nonfinite, earliest, locate_nonfinite, none_nonfinite
 from jaxtrain.step.objective import Loss
 from jaxtrain.step.probes import NO_PROBES, Probes, observed_together

@@ -9,11 +9,11 @@ import jax
 from jaxtrain.errors import user_facing
 from jaxtrain.passes import Policy, policy
 from jaxtrain.program.internals import readable_equations
-from jaxtrain.step.batch import require_32_bits
+from jaxtrain.step.checks.batch import require_32_bits
+from jaxtrain.step.checks.diagnosis import diagnosed, takes_one_batch
+from jaxtrain.step.checks.mistakes import check_loss_fn
 from jaxtrain.step.compiler_options import compiler_options
-from jaxtrain.step.diagnosis import diagnosed, takes_one_batch
 from jaxtrain.step.loss_program import LossProgram
-from jaxtrain.step.mistakes import check_loss_fn
 from jaxtrain.step.objective import Loss, LossFn
 from jaxtrain.step.state import TrainState, require_present, require_state
 

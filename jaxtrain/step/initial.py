@@ -9,10 +9,10 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.paths import merge, partition
 from jaxtrain.step.accumulate import Window, open_window
-from jaxtrain.step.batch import require_32_bits
+from jaxtrain.step.checks.batch import require_32_bits
+from jaxtrain.step.checks.mistakes import describe
 from jaxtrain.step.complex_parameters import as_real, refuse_complex
 from jaxtrain.step.ema import init_ema
-from jaxtrain.step.mistakes import describe
 from jaxtrain.step.parts import StepParts
 from jaxtrain.step.probes import zero_probes
 from jaxtrain.step.rounding import init_compensation

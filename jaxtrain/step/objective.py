@@ -9,9 +9,9 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.errors import UserError, warn_user
-from jaxtrain.step.means import averaged_elements, is_of_integers
-from jaxtrain.step.mistakes import call_note, describe, is_number, location_of, loss_fn_error, same_structure
-from jaxtrain.step.pairs import warn_of_pairs
+from jaxtrain.step.checks.means import averaged_elements, is_of_integers
+from jaxtrain.step.checks.mistakes import call_note, describe, is_number, location_of, loss_fn_error, same_structure
+from jaxtrain.step.checks.pairs import warn_of_pairs
 
 LossFn = Callable[..., Any]
 """`loss_fn(params, batch, rng) -> (Loss, metrics)`, or, for a model with state (BatchNorm),

@@ -14,7 +14,7 @@ import optax
 
 from jaxtrain.errors import UserError
 from jaxtrain.paths import path_name
-from jaxtrain.step.mistakes import describe_leaf, same_structure
+from jaxtrain.step.checks.mistakes import describe_leaf, same_structure
 
 
 def call_init(optimizer: optax.GradientTransformation, params: Any) -> Any:

@@ -11,7 +11,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.passes import Hook, Policy
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step.accumulate import WindowSchedule
-from jaxtrain.step.mistakes import accepts, is_transformation, signature_of
+from jaxtrain.step.checks.mistakes import accepts, is_transformation, signature_of
 
 CHANGEABLE: Mapping[str, Any] = {"changeable": True}
 """Metadata of an option that a resumed run may change: the numbers of the run are the same."""

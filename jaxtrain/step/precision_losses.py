@@ -24,7 +24,7 @@ from jaxtrain.passes import (
 from jaxtrain.paths import path_name
 from jaxtrain.step.accumulate import scaled_mean, split_batch
 from jaxtrain.step.build import TrainStep
-from jaxtrain.step.fitting_state import require_fitting
+from jaxtrain.step.checks.fitting_state import require_fitting
 from jaxtrain.step.loss_scale import current_scale
 from jaxtrain.step.lost_values import LayerLosses, Magnitudes, PrecisionLosses, layer_names
 from jaxtrain.step.parts import StepParts

@@ -8,8 +8,8 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.paths import Frozen, Matching, merge, none_frozen, partition, path_name, require_distinct_names
 from jaxtrain.step.accumulate import Window
+from jaxtrain.step.checks.mistakes import called, check_container, check_params, is_deleted
 from jaxtrain.step.loss_scale import skipped_updates
-from jaxtrain.step.mistakes import called, check_container, check_params, is_deleted
 
 
 class TrainState(NamedTuple):

@@ -21,11 +21,11 @@ from jaxtrain.paths import merge, partition
 from jaxtrain.program.internals import readable_equations
 from jaxtrain.step.accumulate import Window, add_micro_batch, mean_gradient, nonzero_weight, scaled_mean, split_batch
 from jaxtrain.step.arithmetic import widen
-from jaxtrain.step.batch import require_rows
+from jaxtrain.step.checks.batch import require_rows
+from jaxtrain.step.checks.fitting_state import require_fitting
 from jaxtrain.step.clip import clip_grad_norm, clip_grad_value
 from jaxtrain.step.complex_parameters import as_complex, as_real
 from jaxtrain.step.ema import update_ema
-from jaxtrain.step.fitting_state import require_fitting
 from jaxtrain.step.gradient import Gradient, Variables
 from jaxtrain.step.initial import empty_window
 from jaxtrain.step.learning_rate import used_learning_rate

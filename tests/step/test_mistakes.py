@@ -18,8 +18,8 @@ from flax import nnx
 import jaxtrain as jt
 from jaxtrain import losses, optim
 from jaxtrain.distributed import make_mesh, shard
-from jaxtrain.step import rebuilding
-from jaxtrain.step.first_loss import _counted_labels
+from jaxtrain.step.checks import rebuilding
+from jaxtrain.step.checks.first_loss import _counted_labels
 
 BATCH = {"x": np.ones((12, 4), np.float32), "y": np.ones(12, np.float32)}
 PARAMS = {"w": np.ones(4, np.float32)}

@@ -12,7 +12,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.program.internals import readable_equations
 from jaxtrain.step.accumulate import Window, add_micro_batch, mean_gradient, micro_batch_count
 from jaxtrain.step.arithmetic import widen
-from jaxtrain.step.fitting_state import require_fitting
+from jaxtrain.step.checks.fitting_state import require_fitting
 from jaxtrain.step.gradient import Gradient
 from jaxtrain.step.initial import empty_window
 from jaxtrain.step.learning_rate import used_learning_rate

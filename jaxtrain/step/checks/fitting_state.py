@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
 from jaxtrain.paths import partition, path_name
+from jaxtrain.step.checks.mistakes import difference, same_structure
 from jaxtrain.step.complex_parameters import as_real
-from jaxtrain.step.mistakes import difference, same_structure
 from jaxtrain.step.parts import StepParts
 from jaxtrain.step.state import TrainState, require_state
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.errors import warn_user
-from jaxtrain.step.mistakes import is_concrete, is_deleted
+from jaxtrain.step.checks.mistakes import is_concrete, is_deleted
 from jaxtrain.step.state import TrainState
 
 BUILDS = 5

@@ -15,8 +15,8 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from jaxtrain.errors import warn_user
-from jaxtrain.step.means import traced_operation
-from jaxtrain.step.mistakes import location_of
+from jaxtrain.step.checks.means import traced_operation
+from jaxtrain.step.checks.mistakes import location_of
 
 _MAX_OPERATIONS = 100
 _CALLS = itertools.count()

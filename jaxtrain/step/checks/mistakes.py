@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError, format_location, user_location
 from jaxtrain.paths import path_name
-from jaxtrain.step.batch import differing_rows
+from jaxtrain.step.checks.batch import differing_rows
 
 MAX_DESCRIBED_LEAVES = 12
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar, cast
 import jax
 
 from jaxtrain.errors import UserError, is_out_of_memory, with_user_frames
-from jaxtrain.step.fitting_state import optimizer_state_error
-from jaxtrain.step.mistakes import alias_error, batch_error, device_error, is_deleted, tracing_error
+from jaxtrain.step.checks.fitting_state import optimizer_state_error
+from jaxtrain.step.checks.mistakes import alias_error, batch_error, device_error, is_deleted, tracing_error
 from jaxtrain.step.parts import StepParts
 from jaxtrain.step.state import DONATED, require_state
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtrain.errors import warn_user
 from jaxtrain.paths import path_name
-from jaxtrain.step.mistakes import is_concrete, is_number
+from jaxtrain.step.checks.mistakes import is_concrete, is_number
 
 IGNORED = -100
 """Label that PyTorch's cross-entropy leaves out of its mean."""
