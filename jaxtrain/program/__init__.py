@@ -2,6 +2,7 @@
 
 operations  the names of operations
 equations   what an equation says; the only reader of their parameters
+primitive   primitives of this project
 rewrite     a function rewritten equation by equation, through its control flow
 record      the values of a program, and the lines of its equations
 follow      values carried through a program to where it uses them
@@ -25,6 +26,7 @@ __all__ = [
     "operations",
     "part_specs",
     "platform",
+    "primitive",
     "record",
     "rewrite",
 ]

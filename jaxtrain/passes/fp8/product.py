@@ -5,14 +5,12 @@ The numerics are those of torchao's `Float8Linear` ("tensor" and "row"; `matmul_
 pass keeps the operands in 8 bits, each quantized along the axis that its product sums over.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from jaxtrain.passes.fp8.kernel_scales import KernelScales
 from jaxtrain.passes.fp8.operands import Split, along_features, along_rows, by_given_scale, gradient_format, in_groups
@@ -20,10 +18,9 @@ from jaxtrain.passes.fp8.quantized_kernel import Gathering, QuantizedKernel, ope
 from jaxtrain.passes.fp8.scaled_product import scaled_product
 from jaxtrain.passes.fp8.scales import E4M3, Quantized, largest_magnitude
 from jaxtrain.passes.fp8.settings import Fp8
+from jaxtrain.program.primitive import primitive
 
 NAME = "fp8_product"
-
-_primitive = Primitive(NAME)
 
 
 def fp8_product(
@@ -213,14 +210,4 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, jax.Arr
     return out, tangent
 
 
-def _batch(args: Any, axes: Any, **params: Any) -> tuple[jax.Array, int]:
-    return jax.vmap(functools.partial(evaluate, **params), axes)(*args), 0
-
-
-_primitive.def_impl(lambda *args, **params: jax.jit(functools.partial(_primitive.bind, **params))(*args))
-_primitive.def_abstract_eval(
-    lambda *args, **params: jax.make_jaxpr(functools.partial(evaluate, **params))(*args).out_avals[0]
-)
-ad.primitive_jvps[_primitive] = _jvp
-batching.primitive_batchers[_primitive] = _batch
-mlir.register_lowering(_primitive, mlir.lower_fun(evaluate, multiple_results=False))
+_primitive = primitive(NAME, evaluate, jvp=_jvp)

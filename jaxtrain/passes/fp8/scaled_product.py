@@ -4,7 +4,6 @@ What `torch._scaled_mm` is in PyTorch. One primitive, so that policies of remate
 so that a platform can have a lowering of its own.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 
 from jaxtrain.passes.fp8.scales import Quantized
+from jaxtrain.program.primitive import primitive
 
 NAME = "scaled_product"
-
-_primitive = Primitive(NAME)
 
 
 def scaled_product(
@@ -132,15 +128,4 @@ def _free(ndim: int, contracted: Sequence[int], batch: Sequence[int]) -> list[in
     return [i for i in range(ndim) if i not in (*contracted, *batch)]
 
 
-def _batch(args: Any, axes: Any, **params: Any) -> tuple[jax.Array, int]:
-    return jax.vmap(functools.partial(evaluate, **params), axes)(*args), 0
-
-
-_primitive.def_impl(lambda *args, **params: jax.jit(functools.partial(_primitive.bind, **params))(*args))
-_primitive.def_abstract_eval(
-    lambda *args, **params: jax.make_jaxpr(functools.partial(evaluate, **params))(*args).out_avals[0]
-)
-batching.primitive_batchers[_primitive] = _batch
-mlir.register_lowering(_primitive, mlir.lower_fun(evaluate, multiple_results=False))
-for _platform in ("cuda", "rocm"):
-    mlir.register_lowering(_primitive, mlir.lower_fun(_on_a_gpu, multiple_results=False), platform=_platform)
+_primitive = primitive(NAME, evaluate, on={"cuda": _on_a_gpu, "rocm": _on_a_gpu})

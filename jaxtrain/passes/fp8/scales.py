@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
+
+from jaxtrain.program.primitive import primitive
 
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 E5M2 = np.dtype(jnp.float8_e5m2)
@@ -130,12 +131,6 @@ CAST = "fp8_cast"
 Differentiation of a scan would divide a function whose array is the same in every step but whose scale is not.
 """
 
-_cast = Primitive(CAST)
-_cast.def_impl(lambda *args, **params: jax.jit(functools.partial(_cast.bind, **params))(*args))
-_cast.def_abstract_eval(
-    lambda *args, **params: jax.make_jaxpr(functools.partial(evaluate_cast, **params))(*args).out_avals[0]
-)
-
 
 def _cast_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     evaluate = functools.partial(evaluate_cast, **params)
@@ -148,10 +143,7 @@ def _cast_batched(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> tu
     return _cast.bind(*batched, **params), 0
 
 
-ad.primitive_jvps[_cast] = _cast_jvp
-batching.primitive_batchers[_cast] = _cast_batched
-mlir.register_lowering(_cast, mlir.lower_fun(evaluate_cast, multiple_results=False))
-mlir.register_lowering(_cast, mlir.lower_fun(_cast_on_cpu, multiple_results=False), platform="cpu")
+_cast = primitive(CAST, evaluate_cast, on={"cpu": _cast_on_cpu}, jvp=_cast_jvp, batch=_cast_batched)
 
 
 def largest_magnitude(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:

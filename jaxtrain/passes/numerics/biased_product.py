@@ -13,14 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import batching, mlir
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from jaxtrain.program.primitive import primitive
 
 NAME = "biased_product"
 KERNEL = "autocast_kernel"
 """Scope of conversions within a PyTorch kernel, between memory and registers."""
-
-_primitive = Primitive(NAME)
 
 
 def biased_product(x: jax.Array, kernel: jax.Array, bias: jax.Array, dimension_numbers: Any) -> jax.Array:
@@ -94,15 +93,4 @@ def _in_epilogue(x: jax.Array, kernel: jax.Array, bias: jax.Array, *, dimension_
     return product + lax.broadcast_in_dim(bias, product.shape, range(product.ndim))
 
 
-def _batch(args: Any, axes: Any, **params: Any) -> tuple[jax.Array, int]:
-    return jax.vmap(functools.partial(_evaluate, **params), axes)(*args), 0
-
-
-_primitive.def_impl(lambda *args, **params: jax.jit(functools.partial(_primitive.bind, **params))(*args))
-_primitive.def_abstract_eval(
-    lambda *args, **params: jax.make_jaxpr(functools.partial(_evaluate, **params))(*args).out_avals[0]
-)
-batching.primitive_batchers[_primitive] = _batch
-mlir.register_lowering(_primitive, mlir.lower_fun(_evaluate, multiple_results=False))
-for _platform in ("cuda", "rocm"):
-    mlir.register_lowering(_primitive, mlir.lower_fun(_in_epilogue, multiple_results=False), platform=_platform)
+_primitive = primitive(NAME, _evaluate, on={"cuda": _in_epilogue, "rocm": _in_epilogue})
