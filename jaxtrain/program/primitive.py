@@ -1,4 +1,4 @@
-"""Primitives of this project: a function as one equation, which passes recognize and platforms may compute otherwise."""
+"""Primitives of this project: a function as one equation that passes recognize and platforms may compute otherwise."""
 
 import functools
 from collections.abc import Callable, Mapping
