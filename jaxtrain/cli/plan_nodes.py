@@ -1,6 +1,6 @@
 """`jaxtrain plan RECIPE --device h100 --nodes N [--mesh …]`: how a run scales over nodes of absent GPUs.
 
-The costs are those of programs compiled for up to 512 GPUs, extrapolated to 16,384; see `jaxtrain.planning.growth`.
+The costs are those of programs compiled for up to 512 GPUs, extrapolated to 16,384 (`jaxtrain.planning.scale.growth`).
 """
 
 import dataclasses

@@ -24,7 +24,7 @@ from jaxtrain.cost.data_sheets import CPU, find_gpu
 from jaxtrain.distributed import make_mesh
 from jaxtrain.distributed.mesh import parse_mesh
 from jaxtrain.errors import UserError
-from jaxtrain.planning.closed_forms import ClosedForms
+from jaxtrain.planning.scale.closed_forms import ClosedForms
 from jaxtrain.planning.scaling import MAX_DEVICES, Scaling, doubled_meshes, recipe_on_mesh, virtual_devices
 from jaxtrain.recipes import RECIPES
 

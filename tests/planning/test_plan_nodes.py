@@ -16,8 +16,8 @@ from jaxtrain.distributed.mesh import parse_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.planning import MeshChoice, mesh_costs
 from jaxtrain.planning.candidate import Candidate
-from jaxtrain.planning.closed_forms import ClosedForms, sent_bytes, whole_bytes
-from jaxtrain.planning.growth import Settings, grow_weakly, weak_programs
+from jaxtrain.planning.scale.closed_forms import ClosedForms, sent_bytes, whole_bytes
+from jaxtrain.planning.scale.growth import Settings, grow_weakly, weak_programs
 from jaxtrain.recipes import RECIPES
 
 H100 = find_target("h100")

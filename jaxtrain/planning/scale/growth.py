@@ -15,8 +15,8 @@ from jaxtrain.cost import Communication
 from jaxtrain.distributed import DATA, FSDP, ROWS, SEQUENCE, TENSOR, data_parallel_size
 from jaxtrain.errors import UserError
 from jaxtrain.planning.candidate import Candidate
-from jaxtrain.planning.closed_forms import ClosedForms
-from jaxtrain.planning.mesh_costs import MeshCost, MeshCosts
+from jaxtrain.planning.scale.closed_forms import ClosedForms
+from jaxtrain.planning.scale.mesh_costs import MeshCost, MeshCosts
 
 MOST_GPUS, MOST_COMPILED = 16_384, 512
 """Number of GPUs of the largest mesh, and of the largest one that is compiled if a smaller one will do."""

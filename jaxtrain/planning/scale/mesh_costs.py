@@ -20,7 +20,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.fields import brief
 from jaxtrain.paths import path_name
 from jaxtrain.planning.candidate import Candidate, abstract_state, compile_for_target
-from jaxtrain.planning.closed_forms import ClosedForms
+from jaxtrain.planning.scale.closed_forms import ClosedForms
 from jaxtrain.planning.scaling import format_mesh
 from jaxtrain.run import Recipe
 from jaxtrain.runner import training_step

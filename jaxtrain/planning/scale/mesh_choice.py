@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from jaxtrain.cost import format_bytes
 from jaxtrain.distributed import AXES, DATA, EXPERT, FSDP, SEQUENCE, TENSOR, data_parallel_size, parse_mesh
 from jaxtrain.errors import RunFailed, UserError
-from jaxtrain.planning.growth import cost_on, settings_on
-from jaxtrain.planning.mesh_costs import MeshCost, MeshCosts
+from jaxtrain.planning.scale.growth import cost_on, settings_on
+from jaxtrain.planning.scale.mesh_costs import MeshCost, MeshCosts
 from jaxtrain.planning.scaling import format_mesh
 from jaxtrain.run import Recipe
 
