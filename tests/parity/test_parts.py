@@ -1,0 +1,499 @@
+"""Parts of the harness that compute without a model equal what is computed by hand, by NumPy or by PyTorch."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import jaxtrain
+from jaxtrain.interop import (
+    AS_IS,
+    CONV,
+    LINEAR,
+    NameTable,
+    TorchParam,
+    bias_to_heads,
+    linear_from_heads,
+    linear_to_heads,
+)
+from jaxtrain.paths import none_frozen
+from parity import frozen, outputs, param_rounding, quantized, stages, torch_fp8
+from parity.cases import text
+from parity.divergence import Divergence
+from parity.example_batches import Example
+from parity.nonfinite import cause_of_nonfinite
+from parity.optimizer import AdamW
+from parity.record import Record, Snapshot
+from parity.selftest import products
+from parity.selftest.check_result import CheckResult
+from parity.stages import Comparison, Stage
+from parity.weights.layouts import head_layouts, whole_layouts
+from parity.weights.proof import _used
+
+
+def test_padded_and_packed_batches_label_each_token_with_the_next_of_its_sequence() -> None:
+    for seed in range(3):
+        batch = text.padded(seed, 9, 14, 50)
+        assert {name: x.shape for name, x in batch.items()} == dict.fromkeys(batch, (9, 14))
+        for tokens, labels, positions, segments in zip(*batch.values(), strict=True):
+            (real,) = np.nonzero(segments)
+            assert segments.max() == 1
+            assert len(real) == 14 - text.PADDING
+            assert (positions[real] == np.arange(len(real))).all()
+            assert (labels[real[:-1]] == tokens[real[1:]]).all()
+            assert (np.delete(labels, real[:-1]) == text.IGNORED).all()
+            assert (positions[: real[0]] == 0).all()
+            assert (positions[real[-1] + 1 :] == len(real) - 1).all()
+        starts = {int(np.nonzero(row)[0][0]) for row in batch["segments"]}
+        assert starts <= {*range(text.PADDING + 1)}
+        packed = text.packed(seed, 9, 14, 50)
+        for tokens, labels, positions, segments in zip(*packed.values(), strict=True):
+            assert sorted({*segments}) == [1, 2, 3]
+            for i in range(14):
+                first = int(np.nonzero(segments == segments[i])[0][0])
+                assert positions[i] == i - first
+                same = i < 13 and segments[i + 1] == segments[i]
+                assert labels[i] == (tokens[i + 1] if same else text.IGNORED)
+    rows = np.concatenate([text.padded(seed, 99, 14, 50)["segments"].argmax(1) for seed in range(2)])
+    assert {*rows} == {*range(text.PADDING + 1)}
+    tokens = np.concatenate([text.packed(seed, 99, 5, 3)["tokens"] for seed in range(2)])
+    assert {*tokens.flat} == {0, 1, 2}
+
+
+def test_both_losses_of_text_sum_over_the_labels_that_are_not_ignored() -> None:
+    logits = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
+    labels = np.array([[3, text.IGNORED, 0], [1, 2, text.IGNORED]])
+    theirs, weight = text.torch_loss(torch.from_numpy(logits), {"labels": torch.from_numpy(labels)})
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = -(log_p[0, 0, 3] + log_p[0, 2, 0] + log_p[1, 0, 1] + log_p[1, 1, 2])
+    ours = text.loss(logits, labels)  # type: ignore[arg-type]
+    assert (weight, int(ours.weight)) == (4, 4)
+    np.testing.assert_allclose([theirs.item(), float(ours.total)], expected, rtol=1e-6)
+
+
+def test_models_of_text_get_the_mask_and_the_positions_of_their_batch() -> None:
+    called: list[dict[str, Any]] = []
+
+    def model(tokens: Any, **given: Any) -> Any:
+        called.append(given)
+        return SimpleNamespace(logits=torch.zeros(*tokens.shape, 5))
+
+    batch = {name: torch.from_numpy(x) for name, x in text.padded(0, 2, 8, 5).items()}
+    for loss in (text.torch_padded_loss, text.torch_packed_loss):
+        total, weight = loss(model, batch)  # type: ignore[arg-type]
+        assert total.item() == pytest.approx(weight * math.log(5))
+    padded, packed = called
+    assert torch.equal(padded["attention_mask"], batch["segments"] == 1)
+    assert all(torch.equal(x["position_ids"], batch["positions"]) for x in called)
+    assert packed["use_cache"] is False
+
+
+def test_the_truth_of_convolutions_is_pytorchs_result_with_both_gradients() -> None:
+    rng = np.random.default_rng(0)
+    x, w, dy = (rng.standard_normal(shape) for shape in ((2, 4, 5, 3), (3, 3, 3, 2), (2, 4, 5, 2)))
+    image, kernel = (torch.from_numpy(a).requires_grad_() for a in (x, w))
+    y = F.conv2d(image.permute(0, 3, 1, 2), kernel.permute(3, 2, 0, 1), padding=1).permute(0, 2, 3, 1)
+    y.backward(torch.from_numpy(dy))
+    found = products.convolution_truth(x, w, dy)
+    for what, expected in (("result", y), ("gradient of x", image.grad), ("gradient of w", kernel.grad)):
+        np.testing.assert_allclose(found[what], expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_products_and_convolutions_are_checked_against_bounds_of_their_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def in_each_precision(name: str, operation: Any, given: Any, truth: Any, terms: Any) -> Any:
+        seen[name] = given, truth, terms
+        return iter(())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(products, "_in_each_precision", in_each_precision)
+        assert [*products.products(), *products.convolutions()] == []
+    (x, w, dy), truth, terms = seen["product"]
+    x, w, dy = (a.astype(float) for a in (x, w, dy))
+    expected = {"result": x @ w, "gradient of x": dy @ w.T, "gradient of w": x.T @ dy}
+    for what, value in expected.items():
+        np.testing.assert_allclose(truth[what], value)
+    assert terms == {"result": 512, "gradient of x": 384, "gradient of w": 256}
+    (x, w, dy), truth, terms = seen["convolution"]
+    assert terms == {
+        name: 64 * k for name, k in {"result": 9 * 32, "gradient of x": 9 * 64, "gradient of w": 4 * 14 * 14}.items()
+    }
+    ours = F.conv2d(
+        *(torch.from_numpy(a.astype(float)).permute(p) for a, p in ((x, (0, 3, 1, 2)), (w, (3, 2, 0, 1)))), padding=1
+    )
+    np.testing.assert_allclose(truth["result"], ours.permute(0, 2, 3, 1), atol=1e-10)
+
+    def outcomes(errors: dict[str, float], dtype: str | None = None) -> list[CheckResult]:
+        of = {"a": np.full(4, 2.0), "b": np.full(4, 8.0)}
+        wrong = {what: x + np.array([errors[what] * np.linalg.norm(x), 0, 0, 0]) for what, x in of.items()}
+        monkeypatch.setattr(
+            products, "_computed", lambda operation, precision, given: (wrong, dtype or products.DTYPES[precision])
+        )
+        return [*products._in_each_precision("p", None, (), of, {"a": 4, "b": 16})]  # type: ignore[arg-type]
+
+    single = 2.0**-24
+    # Rounding of both operands and of the result, and √k units of float32.
+    bounds = {
+        "fp32": (2 * single, 4 * single),
+        "tf32": (math.sqrt(3) * 2**-10 + 2 * single, math.sqrt(3) * 2**-10 + 4 * single),
+        "bf16": (math.sqrt(3) * 2**-8 + 2 * single, math.sqrt(3) * 2**-8 + 4 * single),
+        "fp16": (math.sqrt(3) * 2**-11 + 2 * single, math.sqrt(3) * 2**-11 + 4 * single),
+    }
+    for i, (precision, (of_a, of_b)) in enumerate(bounds.items()):
+        assert outcomes({"a": 0.99 * of_a, "b": 0.99 * of_b})[i].passed
+        assert not outcomes({"a": 1.01 * of_a, "b": 0})[i].passed
+        assert not outcomes({"a": 0, "b": 1.01 * of_b})[i].passed
+        assert not outcomes({"a": math.inf, "b": 0})[i].passed
+        assert outcomes({"a": 0.5 * of_a, "b": 0.9 * of_b})[i].name == f"p, {precision}"
+        assert "b" in outcomes({"a": 0.5 * of_a, "b": 0.9 * of_b})[i].detail.split()
+    assert not any(result.passed for result in outcomes({"a": 0, "b": 0}, "float64"))
+
+
+def test_tiles_and_blocks_of_fp8_are_quantized_by_their_own_largest_magnitudes() -> None:
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.standard_normal((140, 150)) * np.exp(rng.uniform(-5, 5, (140, 150))))
+
+    def quantized(block: torch.Tensor) -> torch.Tensor:
+        scale = (448.0 / max(block.abs().max().item(), 1e-12)).__float__()
+        scale = torch.tensor(scale, dtype=torch.float64).float()
+        return (block.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale
+
+    tiles, squares = torch_fp8._tiles(x), torch_fp8._squares(x)
+    for columns in (slice(0, 128), slice(128, 150)):
+        assert torch.equal(tiles[:, columns], torch.stack([quantized(row) for row in x[:, columns]]))
+        for rows in (slice(0, 128), slice(128, 140)):
+            assert torch.equal(squares[rows, columns], quantized(x[rows, columns]))
+    assert torch.equal(torch_fp8._tiles(torch.zeros(1, 3)), torch.zeros(1, 3))
+    a, w = x[None, :, :32].clone().requires_grad_(), x.T[:32, :16].clone().requires_grad_()
+    y = torch_fp8._Blocks.apply(a, w)
+    assert y.shape == (1, 140, 16)
+    torch.testing.assert_close(y[0].detach(), (torch_fp8._tiles(x[:, :32]) @ torch_fp8._squares(w.detach())).double())
+    dy = torch.from_numpy(rng.standard_normal((1, 140, 16)))
+    y.backward(dy)
+    assert a.grad is not None
+    assert w.grad is not None
+    torch.testing.assert_close(a.grad[0], (torch_fp8._tiles(dy[0]) @ torch_fp8._squares(w.detach()).T).double())
+    of_w = torch_fp8._tiles(x[:, :32].T) @ torch_fp8._tiles(dy[0].T).T
+    torch.testing.assert_close(w.grad, of_w.double())
+
+
+def test_bfloat16_parameters_are_rounded_by_chance_or_with_what_was_lost() -> None:
+    before = torch.ones(4096, dtype=torch.bfloat16)
+    ulp = 2.0**-7
+    after, state = torch.full((4096,), 1 + ulp / 4), dict[str, Any]()
+    rounded = param_rounding.stochastically(before, after, state).float()
+    assert {*rounded.tolist()} == {1.0, 1 + ulp}
+    assert (rounded > 1).float().mean().item() == pytest.approx(1 / 4, abs=0.03)
+    assert not torch.equal(rounded, param_rounding.stochastically(before, after, state).float())
+    exact = torch.full((9,), 1 + ulp)
+    assert torch.equal(param_rounding.stochastically(before[:9], exact, {}).float(), exact)
+    negative = param_rounding.stochastically(before, -after, {}).float()
+    assert {*negative.tolist()} == {-1.0, -1 - ulp}
+    p, lost, seen = torch.ones(1, dtype=torch.bfloat16), dict[str, Any](), []
+    for _ in range(4):  # a quarter of a unit each, of which the rounding to nearest would lose all
+        p = param_rounding.with_compensation(p, p.float() + ulp / 4, lost)
+        seen.append((p.item(), lost["lost"].item()))
+    assert seen == [(1, ulp / 4), (1, ulp / 2), (1 + ulp, -ulp / 4), (1 + ulp, 0)]
+
+
+def test_an_optimizer_of_bfloat16_parameters_computes_in_float32() -> None:
+    p = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    z = torch.nn.Parameter(torch.ones(1, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([p, z], lr=2.0**-9, momentum=0.5)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def rounding(before: torch.Tensor, after: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        seen.append((before, after.clone()))
+        state["times"] = state.get("times", 0) + 1
+        return (after + state["times"]).bfloat16()
+
+    param_rounding.round_after_updates(optimizer, rounding)
+    for gradient in (torch.tensor([1.0, 2.0]), None):
+        p.grad = None if gradient is None else gradient.bfloat16()
+        z.grad = torch.ones(1, dtype=torch.complex64)
+        optimizer.step()
+    assert [x.dtype for pair in seen for x in pair] == [torch.bfloat16, torch.float32] * 2
+    assert torch.equal(seen[0][1], 1 - torch.tensor([1.0, 2.0]) / 512)
+    assert (p.dtype, p.data.tolist()) == (torch.bfloat16, [4.0, 4.0])
+    assert optimizer.state[p]["momentum_buffer"].dtype == torch.bfloat16
+    assert (z.dtype, optimizer.state[z]["momentum_buffer"].dtype) == (torch.complex64,) * 2
+
+
+def test_frozen_parameters_have_no_gradient_no_update_and_no_moments() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    params = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([3.0, 4.0])}
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        return jaxtrain.Loss((params["a"] * params["b"] * batch).sum(), 1), {}
+
+    is_a = lambda path: path == "a"  # noqa: E731
+    grads = jax.grad(lambda p: frozen.without_frozen(loss_fn, is_a)(p, 2.0, None)[0].total)(params)
+    assert jax.tree.map(np.ndarray.tolist, jax.tree.map(np.asarray, grads)) == {"a": [0, 0], "b": [2, 4]}
+    assert frozen.without_frozen(loss_fn, none_frozen) is loss_fn
+    own = AdamW(lr=0.5, weight_decay=0.5)
+    assert frozen.frozen_too(own, none_frozen) is own
+    kept, plain = frozen.frozen_too(own, is_a), AdamW(lr=0.5, weight_decay=0.5)
+    grads = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    updates, state = kept.jax.update(grads, kept.jax.init(params), params)
+    alone, _ = plain.jax.update({"b": grads["b"]}, plain.jax.init({"b": params["b"]}), {"b": params["b"]})
+    assert not np.any(updates["a"])
+    np.testing.assert_array_equal(updates["b"], alone["b"])
+    moments = [x for path, x in jax.tree_util.tree_leaves_with_path(state) if "'a'" in str(path)]
+    assert len(moments) >= 2
+    assert not np.any(moments)
+    assert (kept.name, kept.torch, kept.moments) == (
+        own.name if hasattr(own, "name") else kept.name,
+        own.torch,
+        own.moments,
+    )
+
+
+def test_a_nan_of_the_batch_is_named() -> None:
+    division = "look for a division, log or root of 0"
+    assert cause_of_nonfinite({"i": np.array([1]), "x": np.array([0.0, np.inf])}) == division
+    found = cause_of_nonfinite({"ok": np.ones(2), "x": np.array([1.0, np.nan]), "y": np.array([np.nan])})
+    assert found == "x of the batch has NaN: leave such rows out"
+
+
+def test_the_layouts_of_a_leaf_follow_from_shapes_and_owner() -> None:
+    linear, conv = torch.nn.Linear, torch.nn.modules.conv._ConvNd
+    assert whole_layouts((3,), (3,), None, set()) == [AS_IS]
+    assert whole_layouts((3,), (4,), None, set()) == []
+    assert whole_layouts((2, 3), (3, 2), None, set()) == [LINEAR]
+    assert whole_layouts((2, 3), (3, 2), linear, set()) == [LINEAR]
+    assert whole_layouts((3, 3), (3, 3), linear, set()) == [LINEAR, AS_IS]
+    assert whole_layouts((3, 3), (3, 3), None, set()) == [AS_IS, LINEAR]
+    assert whole_layouts((2, 3), (2, 3), linear, set()) == [AS_IS]
+    assert whole_layouts((2, 3, 4, 5), (4, 5, 3, 2), conv, set()) == [CONV]
+    assert whole_layouts((2, 3, 4, 5), (4, 5, 3, 2), None, set()) == [CONV]
+    assert whole_layouts((2, 3, 4, 5), (2, 3, 4, 5), conv, set()) == [AS_IS]
+    assert whole_layouts((3, 3, 3), (3, 3, 3), conv, set()) == [CONV]
+    assert whole_layouts((3, 3, 3), (3, 3, 3), None, set()) == [AS_IS]
+    flat = [x.source for x in whole_layouts((5, 24), (24, 5), linear, {2, 24, 7})]
+    # Of 2 channels 12 pixels, the squarest first; of 24 channels one pixel, which has no order.
+    assert flat[1:] == [
+        f"linear_after_flatten({n}, {h}, {w})"
+        for n, h, w in [(2, 3, 4), (2, 4, 3), (2, 2, 6), (2, 6, 2), (2, 1, 12), (2, 12, 1)]
+    ]
+    sources = [[x.source for x in found] for found in (
+        head_layouts((12,), (3, 4)), head_layouts((12, 7), (7, 3, 4)), head_layouts((7, 12), (3, 4, 7)),
+        head_layouts((12,), (3, 5)), head_layouts((12, 7), (8, 3, 4)), head_layouts((7, 12), (3, 4, 8)),
+    )]  # fmt: skip
+    expected = [bias_to_heads(3, 4), linear_to_heads(3, 4), linear_from_heads(3, 4)]
+    assert sources == [*([x.source] for x in expected), [], [], []]
+
+
+def test_a_proof_counts_every_tensor_of_a_stack() -> None:
+    table = NameTable({"a": TorchParam("x"), "b": TorchParam("h.{layer}.y"), "c": TorchParam("z")})
+    like = {"a": np.ones((5, 2)), "b": np.ones((3, 4)), "c": np.ones(())}
+    assert _used(table, like) == ["x", "h.0.y", "h.1.y", "h.2.y", "z"]
+
+
+def stage(name: str, distance: float) -> Stage:
+    return Stage(name, distance, "w", 1)
+
+
+def test_the_stage_at_fault_is_the_first_or_one_that_differs_a_million_times_more() -> None:
+    held = stage("loss", 1e-10)
+    assert stages.at_fault([held, stage("update", 1e-10)]) is None
+    near, far = stage("gradients", 2e-10), stage("update", 1.9e-4)
+    assert stages.at_fault([held, near, far]) is near
+    beyond = stage("update", 2.1e-4)
+    assert stages.at_fault([held, near, beyond, stage("buffers", 1e-3)]).name == "buffers"  # type: ignore[union-attr]
+    assert stages.at_fault([held, near, beyond]) is beyond
+    assert stages.charge([held]) is None
+    assert (
+        stages.charge([stage("loss", 1.0), near])
+        == "loss: 1e+00 apart (w, step 1); look at the forward pass and the loss"
+    )
+    exact, rough = stage("loss", 1e-13), stage("loss", 1.1e-13)
+    assert stages.charge([exact, near]).endswith(stages.LOOK_AT["gradients"])  # type: ignore[union-attr]
+    assert "does not show it" in stages.charge([exact, near], "forward")  # type: ignore[operator]
+    assert "more than rounding" in stages.charge([rough, near], "forward")  # type: ignore[operator]
+    assert stages.charge([held, stage("loss", 1.0), near], "forward").endswith("pass and the loss")  # type: ignore[union-attr]
+    assert stages.charge([stage("loss", 1.0), stage("gradients", 1e9)]).endswith(stages.LOOK_AT["gradients"])  # type: ignore[union-attr]
+
+
+def test_a_stage_has_the_first_step_over_the_bar_or_else_the_worst() -> None:
+    def of(*distances: float) -> Stage:
+        theirs = {"a": np.array([1.0]), "b": np.array([1.0])}
+        seen = [
+            Comparison(i, "loss", {"a": np.array([1.0]), "b": np.array([1 + d])}, theirs)
+            for i, d in enumerate(distances, 1)
+        ]
+        (found,) = stages._worst(seen)
+        return found
+
+    for distances, step in (((1e-12, 3e-12, 2e-12), 2), ((1e-12, 1e-3, 1e-1), 2), ((1e-3, 1.0, 1e-12), 1)):
+        found = of(*distances)
+        assert (found.step, found.worst) == (step, "b")
+        assert found.distance == pytest.approx(distances[step - 1], rel=1e-3)
+    order = stages._worst(Comparison(1, name, {"a": np.ones(1)}, {"a": np.ones(1)}) for name in ("update", "loss"))
+    assert [x.name for x in order] == ["update", "loss"]
+
+
+def record(losses: Any = (1.0, 2.0, 3.0), norms: Any = (1.0, 1.0, 1.0), **grads: float) -> Record:
+    values = {name: np.array([x]) for name, x in {"a.weight": 1.0, "a.bias": 1.0, "b.weight": 1.0, **grads}.items()}
+    return Record(
+        np.array(losses), values, Snapshot(values, {}, {}), Snapshot(values, {}, {}), np.ones(4), np.array(norms)
+    )
+
+
+def test_a_quantization_that_differs_is_placed_by_step_stage_and_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = record()
+    first = quantized._first_step
+    assert first(record(), theirs) == 1
+    assert first(record(losses=(1.0, 2.0, 3.1)), theirs) == 3
+    assert first(record(norms=(1.0, 1.1, math.nan)), theirs) == 2
+    assert first(record(losses=(1.0, math.nan, 3.1)), theirs) == 2
+    assert first(record(losses=(1.0, 2.0, 3.1), **{"a.bias": 1.1}), theirs) == 1
+    assert first(record(losses=(1.0, 2.0 + 1e-11, 3.1)), theirs) == 3
+
+    def placed(**of: Any) -> tuple[str, int, str]:
+        examined = SimpleNamespace(ours=record(**of), theirs=theirs)
+        settings = SimpleNamespace(accumulate=1, seed=0)
+        found: Divergence = quantized._first(None, "fp8", examined, settings)  # type: ignore[arg-type]
+        return found.stage, found.step, found.torch
+
+    after = "what fp8 keeps after step 1: amax history or quantized parameters"
+    assert placed(losses=(1.0, 2.1, 3.0)) == ("state", 2, after)
+    assert placed() == ("update", 1, "parameters")
+    assert placed(**{"a.weight": 2.0}) == ("backward", 1, "gradient of a.weight alone: its product with the input")
+    both = {"a.weight": 2.0, "a.bias": 2.0}
+    assert placed(**both) == ("backward", 1, "gradients from a.bias on: the input of the product after it")
+    every = {**both, "b.weight": 2.0}
+    assert placed(**every)[2] == "gradients from b.weight on: the input of the product after it"
+    monkeypatch.setattr(quantized, "activations", lambda *args, **kwargs: "values")
+    monkeypatch.setattr(quantized, "first_requantized", lambda values: None)
+    assert placed(losses=(1.1, 2.0, 3.0)) == ("forward", 1, "loss")
+
+
+def test_outputs_are_compared_by_names_kinds_numbers_and_distances() -> None:
+    x, y = np.array([3.0, 4.0]), np.array([1, 2, 3])
+    near = x + np.array([0.0, 5e-3])
+
+    def faults(ours: Any, theirs: Any, bar: float = 1e-3) -> list[str]:
+        return [*outputs._apart(" kind", [{"ok": x}, ours], [{"ok": x}, theirs], bar)]
+
+    assert faults({"": near}, {"": x}, 1.01e-3) == []
+    assert faults({"": near}, {"": x}, 0.99e-3) == ["evaluation kind: the output is 1.0e-03 apart, over 1e-03"]
+    assert faults({"a": x, "b": y}, {"a": x}) == ["evaluation kind: only one side returns b"]
+    assert faults({"a": x[:1]}, {"a": x}) == ["evaluation kind: output 'a' is float64 [1], in PyTorch float64 [2]"]
+    assert faults({"a": y}, {"a": y * 1.0}) == ["evaluation kind: output 'a' is integers [3], in PyTorch float64 [3]"]
+    assert faults({"a": y, "b": x}, {"a": y + [0, 1, 1], "b": -x}) == [
+        "evaluation kind: output 'a' has 2 of 3 other numbers than PyTorch's",
+        "evaluation kind: output 'b' is 2.0e+00 apart, over 1e-03",
+    ]
+    gradients = lambda ours, theirs: [*outputs._gradients_apart("", [ours], [theirs], 1e-3)]  # noqa: E731
+    assert gradients({}, {}) == []
+    assert gradients({"a": x, "b": near}, {"a": x, "b": x}) == []  # on the scale of both gradients
+    wrong = {"a": 2 * x, "b": 4 * x}
+    assert gradients(wrong, {"a": x, "b": x}) == ["evaluation: the gradient of b is 3.0e+00 apart, over 1e-03"]
+    tiny = {"a": np.array([1e-9]), "b": np.array([1.0])}
+    assert (
+        gradients({"a": np.array([2e-9]), "b": np.array([1.0])}, tiny)
+        == ["evaluation: the gradient of a is 1.0e+00 apart, over 1e-03"]
+        or gradients({"a": np.array([2e-9]), "b": np.array([1.0])}, tiny) == []
+    )
+    inf = np.array([np.inf, 3.0, np.nan])
+    assert outputs._distance(inf, inf) == 0
+    assert outputs._distance(inf * [1, 2, 1], inf) == 1
+    assert outputs._distance(-inf, inf) == np.inf
+    assert outputs._distance(np.array([1.0, 3.0, np.nan]), inf) == np.inf
+    assert outputs._distance(np.array([0.0, 2.0]), np.zeros(2)) == 2
+    assert outputs._far(np.array([1, 2, 5, 5]), np.array([1, 2, 3, 4])) == 0.5
+    assert outputs._far(np.array([], int), np.array([], int)) == 0
+    assert outputs._far(np.array([9.0, 6.0, 1.0]), inf) == 1
+    assert outputs._far(x, x[:1]) == np.inf
+    assert outputs._nudged(y, np.random.default_rng(0)) is y
+    assert outputs._nudged(x, None) is x
+    single = np.ones(999, np.float32)
+    nudged = outputs._nudged(single, np.random.default_rng(0))
+    assert nudged.dtype == np.float32
+    assert {*(nudged - 1).tolist()} == {2.0**-23, -(2.0**-24)} or len({*nudged.tolist()}) == 2
+
+
+def test_random_batches_follow_the_values_of_an_example() -> None:
+    floats = np.random.default_rng(0).normal(5, 0.5, (4, 3)) - 5.0
+    example = Example(
+        {
+            "mask": np.array([[1, 0], [1, 1], [0, 0], [1, 0]]),
+            "flags": np.array([True, False, True, True]),
+            "labels": (np.array([3, -100, 5, 4], np.int32), 2, None, "text"),
+            "normal": floats,
+            "positive": np.array([2.0, 4.0, 3.0, 2.5], np.float32),
+            "constant": torch.ones(4, 2, dtype=torch.bfloat16),
+            "empty": np.zeros((4, 0)),
+        }
+    )
+    assert example.names == {"mask", "flags", "labels/0", "normal", "positive", "constant", "empty"}
+    assert example.rows == 4
+    batch = example.batch(0, 8)
+    assert {name: x.dtype for name, x in batch.items()} == {
+        **dict.fromkeys(("normal", "positive", "constant", "empty"), np.dtype("float32")),
+        **{"mask": np.dtype("int64"), "labels/0": np.dtype("int64"), "flags": np.dtype("bool")},
+    }
+    assert sorted(map(tuple, batch["mask"].tolist())) == sorted(2 * [(1, 0), (1, 1), (0, 0), (1, 0)])
+    assert batch["flags"].sum() == 6
+    assert (batch["labels/0"][[1, 5]] == -100).all()
+    many = example.batch(1, 4000)
+    assert {*many["labels/0"].tolist()} == {-100, 0, 1, 2, 3, 4, 5}
+    assert many["normal"].mean() == pytest.approx(floats.mean(), abs=0.05)
+    assert many["normal"].std() == pytest.approx(floats.std(), rel=0.05)
+    assert 2 <= many["positive"].min() < 2.01 < 3.99 < many["positive"].max() <= 4
+    assert many["constant"].std() == pytest.approx(1, abs=0.05)
+    assert abs(many["constant"].mean()) < 0.05
+    kept = example.batch(1, 6, same_integers=True)
+    assert kept["labels/0"].tolist() == [3, -100, 5, 4, 3, -100]
+    assert kept["mask"].tolist() == [[1, 0], [1, 1], [0, 0], [1, 0], [1, 0], [1, 1]]
+    assert (example.batch(1, 6)["normal"] == example.batch(1, 6)["normal"]).all()
+    alone = Example((np.ones((2, 3)), np.ones(4)))
+    assert alone.rows is None
+    assert {name: x.shape for name, x in alone.batch(0, 1).items()} == {"0": (1, 2, 3), "1": (1, 4)}
+    assert Example(np.ones((5, 2))).names == {"input"}
+    assert Example(np.float32(1.0)).rows is None
+
+
+def test_batches_have_the_structure_and_the_dtypes_of_the_example() -> None:
+    @dataclasses.dataclass
+    class Pair:
+        x: Any
+        y: Any
+
+    tensors = {
+        "low": torch.ones(2, 1, dtype=torch.float16),
+        "double": torch.ones(2, dtype=torch.float64),
+        "ids": torch.ones(2, dtype=torch.int32),
+        "pair": Pair([np.ones(2), 7], (torch.ones(2, dtype=torch.bool),)),
+    }
+    example = Example(tensors)
+    given = {
+        "low": torch.zeros(3, 1, dtype=torch.float64),
+        "double": torch.zeros(3, dtype=torch.float32),
+        "ids": torch.zeros(3, dtype=torch.int64),
+        "pair/x/0": torch.full((3,), 2.0),
+        "pair/y/0": torch.zeros(3, dtype=torch.int64),
+    }
+    found = example.in_torch(given)
+    assert [*found] == [*tensors]
+    assert type(found["pair"].y) is tuple
+    assert found["pair"].x[1] == 7
+    assert found["pair"].x[0].tolist() == [2, 2, 2]
+    dtypes = [found["low"], found["double"], found["ids"], found["pair"].y[0]]
+    assert [x.dtype for x in dtypes] == [torch.float64, torch.float64, torch.int32, torch.bool]
+    half = example.in_torch({**given, "double": torch.zeros(3, dtype=torch.bfloat16)})
+    assert half["double"].dtype == torch.bfloat16
+    ours = example.in_jax({name: x.numpy() for name, x in given.items()})
+    assert (ours["ids"].dtype, ours["pair"].y[0].dtype, ours["low"].dtype) == (np.int32, bool, np.float64)
+    single = Example({"x": np.ones((2, 3)), "y": np.ones(4)})
+    assert single.in_jax({"x": np.zeros((1, 2, 3)), "y": np.zeros((1, 4))})["x"].shape == (2, 3)
