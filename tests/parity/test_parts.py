@@ -390,7 +390,7 @@ def test_outputs_are_compared_by_names_kinds_numbers_and_distances() -> None:
     assert faults({"a": x, "b": y}, {"a": x}) == ["evaluation kind: only one side returns b"]
     assert faults({"a": x[:1]}, {"a": x}) == ["evaluation kind: output 'a' is float64 [1], in PyTorch float64 [2]"]
     assert faults({"a": y}, {"a": y * 1.0}) == ["evaluation kind: output 'a' is integers [3], in PyTorch float64 [3]"]
-    assert faults({"a": y, "b": x}, {"a": y + [0, 1, 1], "b": -x}) == [
+    assert faults({"a": y, "b": x}, {"a": y + np.array([0, 1, 1]), "b": -x}) == [
         "evaluation kind: output 'a' has 2 of 3 other numbers than PyTorch's",
         "evaluation kind: output 'b' is 2.0e+00 apart, over 1e-03",
     ]
@@ -399,12 +399,6 @@ def test_outputs_are_compared_by_names_kinds_numbers_and_distances() -> None:
     assert gradients({"a": x, "b": near}, {"a": x, "b": x}) == []  # on the scale of both gradients
     wrong = {"a": 2 * x, "b": 4 * x}
     assert gradients(wrong, {"a": x, "b": x}) == ["evaluation: the gradient of b is 3.0e+00 apart, over 1e-03"]
-    tiny = {"a": np.array([1e-9]), "b": np.array([1.0])}
-    assert (
-        gradients({"a": np.array([2e-9]), "b": np.array([1.0])}, tiny)
-        == ["evaluation: the gradient of a is 1.0e+00 apart, over 1e-03"]
-        or gradients({"a": np.array([2e-9]), "b": np.array([1.0])}, tiny) == []
-    )
     inf = np.array([np.inf, 3.0, np.nan])
     assert outputs._distance(inf, inf) == 0
     assert outputs._distance(inf * [1, 2, 1], inf) == 1
@@ -420,7 +414,7 @@ def test_outputs_are_compared_by_names_kinds_numbers_and_distances() -> None:
     single = np.ones(999, np.float32)
     nudged = outputs._nudged(single, np.random.default_rng(0))
     assert nudged.dtype == np.float32
-    assert {*(nudged - 1).tolist()} == {2.0**-23, -(2.0**-24)} or len({*nudged.tolist()}) == 2
+    assert {*nudged.tolist()} == {1 - 2.0**-23, 1 + 2.0**-23}
 
 
 def test_random_batches_follow_the_values_of_an_example() -> None:
