@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 import jaxtrain
+from jaxtrain.errors import UserError
 from jaxtrain.interop import (
     AS_IS,
     CONV,
@@ -22,15 +27,47 @@ from jaxtrain.interop import (
     linear_to_heads,
 )
 from jaxtrain.paths import none_frozen
-from parity import frozen, outputs, param_rounding, quantized, stages, torch_fp8
-from parity.cases import text
+from parity import (
+    activations,
+    bundle,
+    coverage,
+    float64,
+    frozen,
+    mutate,
+    outputs,
+    param_rounding,
+    quantized,
+    stages,
+    torch_fp8,
+)
+from parity.cases import CASES, text
 from parity.divergence import Divergence
 from parity.example_batches import Example
+from parity.fingerprint import (
+    NOISE,
+    Trace,
+    ancestors,
+    apart,
+    approximations,
+    constants_behind,
+    correct,
+    differing,
+    edge,
+    fingerprint,
+    mask_fingerprint,
+    nearest,
+)
+from parity.low_precision import TRAININGS
+from parity.mutants.mutant import Mutant
+from parity.mutate import Outcome, document
 from parity.nonfinite import cause_of_nonfinite
 from parity.optimizer import AdamW
+from parity.placing import arises
 from parity.record import Record, Snapshot
+from parity.reference import Reference
 from parity.selftest import products
 from parity.selftest.check_result import CheckResult
+from parity.settings import Settings
 from parity.stages import Comparison, Stage
 from parity.weights.layouts import head_layouts, whole_layouts
 from parity.weights.proof import _used
@@ -491,3 +528,236 @@ def test_batches_have_the_structure_and_the_dtypes_of_the_example() -> None:
     assert (ours["ids"].dtype, ours["pair"].y[0].dtype, ours["low"].dtype) == (np.int32, bool, np.float64)
     single = Example({"x": np.ones((2, 3)), "y": np.ones(4)})
     assert single.in_jax({"x": np.zeros((1, 2, 3)), "y": np.zeros((1, 4))})["x"].shape == (2, 3)
+
+
+def test_a_bundle_restores_every_array_of_a_run(tmp_path: Path) -> None:
+    def tensors(first: int) -> dict[str, np.ndarray]:
+        return {"a.weight": np.arange(first, first + 6.0).reshape(2, 3).T, "b/c": np.array(float(first))}
+
+    def state(first: int) -> Snapshot:
+        return Snapshot(
+            tensors(first), {"exp_avg": tensors(first + 1), "exp/2": tensors(first + 2)}, tensors(first + 3)
+        )
+
+    def run(first: int) -> Record:
+        numbers = np.arange(3.0) + first
+        return Record(numbers, tensors(first), state(first), state(first + 10), numbers + 1, numbers + 2)
+
+    whole = Reference(tensors(7), run(0), [run(20), run(40)], [run(60)], run(80))
+    bundle._write(tmp_path, "fp32-3", whole)
+    bundle._write(tmp_path, "fp32-30", replace(whole, reordered=[]))
+    found = bundle._read(tmp_path, "fp32-3")
+    for mine, theirs in zip(tree_leaves(asdict(found)), tree_leaves(asdict(whole)), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert [len(found.reordered), len(found.one_ulp)] == [2, 1]
+    assert bundle._read(tmp_path, "fp32-30").reordered == []
+    settings = Settings(accumulate=2, remat="full", steps=3, seed=5)
+    assert [*bundle._seeds("fp64", settings)] == [5]
+    assert [*bundle._seeds("bf16", settings)] == [*range(5, 5 + TRAININGS)]
+    opened = bundle.Bundle(tmp_path, "case", ("fp32",), replace(settings, seed=3))
+    assert np.array_equal(opened.reference("fp32", replace(settings, seed=3, remat="none")).theirs.losses, [0, 1, 2])
+    for precision, given in (("fp64", {}), ("fp32", {"accumulate": 1}), ("fp32", {"seed": 2}), ("fp32", {"steps": 4})):
+        with pytest.raises(UserError, match=r"recorded with|contains fp32 with seed 3"):
+            opened.reference(precision, replace(settings, **{"seed": 3, **given}))
+
+
+def step_with(**grads: list[float]) -> Any:
+    return SimpleNamespace(grads={name: np.array(x) for name, x in grads.items()})
+
+
+def test_coverage_names_unclipped_steps_and_elements_without_a_gradient() -> None:
+    bounded = lambda bound: SimpleNamespace(clip_norm=bound)  # noqa: E731
+    seen = coverage.Coverage()
+    seen(step_with(w=[3.0, 0.0, 0.0], b=[4.0]))
+    assert seen._steps() == ["one step exercises no momentum, no decay of moments and no schedule"]
+    seen(step_with(w=[0.0, 1.0, 0.0], b=[0.0]))
+    assert seen._steps() == []
+    assert seen.norms == [5.0, 1.0]
+    assert {name: x.tolist() for name, x in seen.reached.items()} == {"w": [True, True, False], "b": [True]}
+    assert seen._clipping(bounded(None)) == []
+    assert seen._clipping(bounded(1.0)) == []
+    assert seen._clipping(bounded(5.0)) == ["no step was clipped: gradient norms 1 to 5, clip_norm 5"]
+    assert seen._clipping(bounded(0.5)) == ["every step was clipped: gradient norms 1 to 5, clip_norm 0.5"]
+    case = CASES["mlp"]()
+    tried = seen.clipping_sometimes(replace(case, clip_norm=9.0))
+    assert tried is not None
+    assert tried.clip_norm == 3.0
+    assert seen.clipping_sometimes(replace(case, clip_norm=2.0)) is None
+    assert seen.clipping_sometimes(replace(case, clip_norm=None)) is None
+    many = coverage.Coverage()
+    many.reached = {f"p{i}": np.arange(9) < i for i in range(8)} | {"whole": np.ones(9, bool)}
+    lines = many._parameters(replace(case))
+    assert lines[0] == "p0: 9 of 9 elements never had a gradient"
+    assert lines[4:] == ["p4: 5 of 9 elements never had a gradient", "3 more parameters had a gradient only in part"]
+    many.reached = {f"p{i}": np.arange(9) < i + 4 for i in range(5)}
+    assert len(many._parameters(case)) == 5
+    rows = np.array([[True, True], [False, False], [True, True]])
+    assert coverage._unreached(rows) == "1 of 3 rows"
+    assert coverage._unreached(rows & [True, False]) == "4 of 6 elements"
+    assert coverage.kinks({"abs": 1, "amax": 2}) == "kink: input of abs at 0, once; tie: in amax, 2 times"
+
+
+def activation(ours: float, theirs: float, name: str = "fc") -> activations.Activation:
+    return activations.Activation(name, np.ones(1), np.ones(1), theirs, ours, None)
+
+
+def test_the_first_module_that_is_less_precise_or_rounded_otherwise_is_named() -> None:
+    good, bad = activation(2e-3, 1e-3, "first"), activation(2.1e-3, 1e-3, "second")
+    worse = activation(9.0, 1e-3, "third")
+    assert activations.first_imprecise([good, good]) is None
+    found = activations.first_imprecise([good, bad, worse])
+    assert found is not None
+    assert (found.torch, found.last_match) == ("second: output 2.1 times as far from float64 as PyTorch's", "first")
+    first = activations.first_imprecise([worse])
+    assert first is not None
+    assert first.last_match == "its inputs"
+    assert activation(0.0, 0.0).error_ratio == 1
+    assert activation(1e-9, 0.0).error_ratio == np.inf
+    alike = activation(1e-3 + 0.9e-10, 1e-3), activation(1e-3 - 0.9e-10, 1e-3)
+    assert activations.first_requantized(alike) is None
+    assert activations.first_requantized([activation(1e-3 + 1.1e-10, 1e-3)]) is not None
+    assert activations.first_requantized([activation(1e-3 - 1.1e-10, 1e-3)]) is not None
+    assert activations.first_requantized([activation(math.nan, 1e-3)]) is not None
+    assert activations._error(np.array([3.0, 5.0]), np.array([3.0, 4.0])) == pytest.approx(0.2)
+    values = {"a": np.array([1.0, 2.0]), "zero": np.zeros(2), "b": np.array([3.0, 5.0])}
+    given = [np.array([5.0, 3.0]), np.array([1.0, 2.0]), np.array([[1.0], [2.0]]), np.array([7.0])]
+    assert activations._matched(values, given) == {"a": frozenset({1, 2}), "b": frozenset({0})}
+
+
+def test_setting_by_setting_a_difference_is_attributed() -> None:
+    asked: list[Settings] = []
+    settings = Settings(accumulate=4, remat="full")
+
+    def holds(without: str) -> Any:
+        def check(plain: Settings) -> bool:
+            asked.append(plain)
+            return getattr(plain, without, None) == getattr(Settings(), without, 0)
+
+        return check
+
+    remat = "agrees with remat none: the difference arises only with remat full"
+    accumulate = "agrees with accumulate 1: the difference arises only with accumulate 4"
+    assert arises(settings, holds("remat")) == remat
+    assert arises(settings, holds("accumulate")) == accumulate
+    assert arises(settings, holds("neither")) is None
+    assert asked[-2:] == [replace(settings, remat="none"), replace(settings, accumulate=1)]
+    assert arises(Settings(accumulate=1, remat="none"), lambda plain: True) is None
+    assert float64._listed(["a"]) == "a is"
+    assert float64._listed(["a", "b", "c"]) == "a, b, c are"
+    assert float64._listed(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more are"
+
+
+def outcome(name: str, caught: bool, clean: bool, runs: int, loss: float = 1.0) -> Outcome:
+    return Outcome(name, "case", caught, None, clean, runs, loss, 0.5)
+
+
+def test_the_document_of_mutants_counts_the_caught_and_the_alarms_of_clean_runs() -> None:
+    found = [
+        outcome("a", True, True, 1),
+        outcome("b", False, False, 1, math.inf),
+        outcome("c", True, False, 0, math.nan),
+    ]
+    passed, alarm = SimpleNamespace(passed=True), SimpleNamespace(passed=False)
+    counts = document(found, [passed, alarm, alarm])  # type: ignore[list-item]
+    rows = counts.pop("mutants")
+    assert counts == {"caught": 2, "total": 3, "clean_runs": 5, "false_alarms": 3}
+    largest = float(np.finfo(np.float64).max)
+    assert [row["loss_rel"] for row in rows] == [1.0, largest, largest]
+    assert rows[0] == {
+        **{"name": "a", "case": "case", "caught": True, "located": None},
+        **{"loss_rel": 1.0, "grad_rel_max": 0.5},
+    }
+
+
+def test_clean_runs_take_every_mutants_case_in_turn_every_tenth_in_low_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[Any, dict[str, Any]]] = []
+    monkeypatch.setattr(mutate, "check", lambda case, **settings: seen.append((case, settings)) or len(seen))
+    made: list[str] = []
+
+    def case(name: str) -> Any:
+        return lambda: made.append(name) or name
+
+    first, own = case("first"), case("own")
+    listed = {
+        "a": Mutant("a", first, first),
+        "b": Mutant("b", own, own, settings={"precision": "fp16", "steps": 9}),
+        "c": Mutant("c", first, first),
+        "d": Mutant("d", own, own, around=lambda: nullcontext()),
+    }
+    monkeypatch.setattr("parity.mutants.MUTANTS", listed)
+    assert mutate.clean_runs(22, seed=100) == [*range(1, 23)]
+    assert [case for case, _ in seen[:5]] == ["first", "own", "first", "own", "first"]
+    assert made.count("first") == 1
+    assert made.count("own") == 1 + 5
+    assert [settings["seed"] for _, settings in seen] == [*range(100, 122)]
+    assert seen[0][1] == {"steps": 2, "seed": 100}
+    assert seen[1][1] == {"precision": "fp16", "steps": 9, "seed": 101}
+    assert seen[9][1] == {"precision": "fp16", "steps": 9, "seed": 109}
+    assert seen[19][1] == {"precision": "bf16", "steps": 8, "seed": 119}
+    assert seen[18][1] == {"steps": 2, "seed": 118}
+    clean = mutate._CleanVerdicts()
+    for name in "abcda":
+        clean.of(listed[name], {"steps": 1})
+    assert clean.runs == 3
+    clean.of(listed["a"], {"steps": 2})
+    assert clean.runs == 4
+
+
+def test_the_values_of_a_trace_have_the_sources_and_the_evidence_that_they_are() -> None:
+    trace: Trace[str] = Trace()
+    x = trace.add_input(np.array([1.0, 2.0, 4.0]))
+    batch = trace.add_batch(np.array([[1, 5, 3], [2, 2, 2]]))
+    assert trace.length == 3
+    constant = trace.add(np.array([0.25, 0.5]), frozenset(), "table")
+    y = trace.add(np.array([2.0, 3.0, 7.0]), x | batch | constant, "y")
+    value = trace.values[min(y)]
+    assert (value.trained, value.where, value.sources) == (True, "y", x | batch | constant)
+    assert trace.values[min(constant)].trained is False
+    assert trace.add(np.array([1, 2, 5]), y, "indices") == y
+    assert trace.add(np.zeros(3), y, "zeros") == y
+    assert trace.lost == {min(y): ["zeros"]}
+    assert trace.add(np.array([np.inf]), y, "inf") == y
+    assert trace.add(np.array([1e-14, -1e-14]), y, "cancelled") == NOISE
+    assert trace.add(np.array([1.0, 9.0]), frozenset({-1}), "random") == NOISE
+    top = trace.add(np.array([7.0]), y, "reduce_max")
+    assert trace.values[min(top)].extremum
+    flipped = trace.add(np.array([7.0, 3.0, 2.0]), y, "flip")
+    assert trace.values[min(flipped)].reordered == min(y)
+    assert trace.computed(flipped) == y
+    z = trace.add(np.array([9.0, 4.0]), flipped, "z")
+    assert trace.values[min(z)].sources == y
+    assert trace.in_order().values[min(z)].sources == flipped
+    right = {min(x)}
+    assert differing(trace, right, z) == y | z
+    assert differing(trace, y, z) == {*z}
+    assert constants_behind(trace, (), min(y)) == {*constant}
+    assert constants_behind(trace, constant, min(y)) == set()
+    assert ancestors(trace, z) == z | y | x | batch | constant
+    assert sorted(edge(trace, y | z)) == sorted(y)
+    forward = range(len(trace.values))
+    assert correct(trace, z, forward) == ancestors(trace, z)
+    assert correct(trace, z, ()) == {*z}
+    assert correct(trace, top, forward) == {*top}
+
+
+def test_values_near_to_another_are_found_nearest_first_and_constants_apart() -> None:
+    ours: Trace[str] = Trace()
+    for scale in (1.0, 1 + 1e-3, 1 + 1e-6, 2.0):
+        ours.add_input(scale * np.array([1.0, 3.0]))
+    ours.add_batch(np.array([[1.0, 3.0]]))
+    theirs: Trace[str] = Trace()
+    theirs.add_input(np.array([1.0, 3.0]))
+    value = theirs.values[0]
+    assert approximations(value, ours, 1e-2) == [0, 2, 1]
+    assert approximations(value, ours, 1e-4) == [0, 2]
+    assert nearest(value, ours) == 0
+    assert nearest(replace(value, trained=False), ours) == 0
+    assert nearest(value, Trace()) == np.inf
+    assert apart(fingerprint(np.ones(2)), fingerprint(np.full(2, 1 + 1e-9)))
+    assert not apart(fingerprint(np.ones(2)), fingerprint(np.full(2, 1 + 1e-11)))
+    masks = [np.array(x) for x in ([0, 1, 1, 1], [True, False, False, False], [0.0, 0, 0, -np.inf], [-1e38, 0, 0, 0])]
+    found = {mask_fingerprint(x) for x in masks}
+    assert found == {(0.25, 0.25, 1.0, 0.25)}
+    assert [mask_fingerprint(np.array(x)) for x in ([0, 2, 0], [1, 1], [0, 0], [0.0, 1.0, -np.inf])] == [None] * 4
