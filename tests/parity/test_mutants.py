@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from jaxtrain.optim import SIGNED, UNSIGNED, Blockwise
+from jaxtrain.step import build, step
 from jaxtrain.torch_import import Graph, Node, Ref, Spec
+from parity.cases import CASES
 from parity.divergence import Divergence
 from parity.mutants import constants, eight_bit, imported, kinks, layers, losses, models, optimizers, schedules, steps
 from parity.mutants.mutant import Mutant
@@ -228,3 +230,89 @@ def test_wrong_operations_are_off_by_a_thousandth_in_values_or_gradient() -> Non
     value, grad = jax.value_and_grad(lambda x: (right(x)[0] * x).sum())(x)
     assert float(value) == 60
     np.testing.assert_allclose(grad, 2 * x * factors + 2 * x, rtol=1e-6)
+
+
+def test_planted_bugs_of_a_step_replace_one_part_and_name_where_they_show() -> None:
+    clipped = steps.clipped("c", lambda grads, bound: {"w": bound}, bound=3.0)
+    assert (clipped.stage, clipped.settings, clipped.clean().clip_norm) == ("clip|update", {}, 3.0)
+    assert clipped.case is clipped.clean
+    assert steps.clipped("d", lambda grads, bound: grads).clean().clip_norm == 0.01
+    before = step.clip_grad_norm
+    with clipped.patch():
+        grads, norm = step.clip_grad_norm({"w": jnp.array([3.0, 4.0])}, 2.0)
+    assert (grads, float(norm)) == ({"w": 2.0}, 5)
+    assert step.clip_grad_norm is before
+    window = steps.accumulated("w", steps.mean_gradient, "wrong", precision="fp32")
+    assert window.settings == {"accumulate": 4, "precision": "fp32"}
+    with window.patch():
+        assert step.mean_gradient == "wrong"
+    assert (window.stage, window.case().clip_norm) == ("", None)
+    for mutant, start in (
+        (steps.scaled("s", "wrong"), 1024.0),
+        (steps.scaled("s", "wrong", 8.0), 8.0),
+        (steps.skipping("k", "wrong", steps.MOMENTUM), 2.0**24),
+    ):
+        assert mutant.settings == {"precision": "fp16", "steps": 9}
+        with mutant.around():
+            scaler, ours = torch.amp.GradScaler("cpu"), build.dynamic_loss_scale()
+            assert (scaler.get_scale(), scaler.get_growth_interval()) == (start, 2)
+            assert float(ours.init(None).scale) == start
+            with mutant.patch():
+                assert "wrong" in (build.dynamic_loss_scale, step._restore_if)
+    assert steps.skipping("k", "wrong", steps.MOMENTUM).case().optimizer is steps.MOMENTUM
+    rounded = steps.rounded("r", "bf16_params", "wrong")
+    assert rounded.settings == {"precision": "bf16_params", "steps": 20}
+    assert rounded.clean().optimizer is steps.SLOW
+    with rounded.patch():
+        assert step.apply_updates == "wrong"
+    assert steps.linear(clip_norm=0.5).clip_norm == 0.5
+    assert steps.linear(optimizer=steps.SLOW).optimizer is steps.SLOW
+
+
+def test_planted_bugs_have_the_stage_and_the_lines_of_their_kind() -> None:
+    wrong: dict[str, Any] = {
+        "running_x": layers.batch_norm,
+        "stopped_x": layers.conv,
+        "momentum": layers.gru,
+        "b_c": layers.gru,
+    }
+    made = {x.name: x for x in layers.mutants(lambda: torch.nn.Linear(2, 2), layers.conv, (2,), **wrong)}
+    assert [*made] == ["running-x", "stopped-x", "momentum", "b-c"]
+    stages = ["buffers", "forward|backward", "buffers", "forward|backward"]
+    assert [x.stage for x in made.values()] == stages
+    assert [x.lines for x in made.values()] == [layers.batch_norm, None, layers.gru, layers.gru]
+    assert len({x.clean for x in made.values()}) == 1
+    of_losses = losses.mutants(losses.square, losses.square, losses.padded, mean_x=losses.square, y_z=losses.smooth)
+    assert [(x.name, x.lines, x.stage, x.torch) for x in of_losses] == [
+        *(("mean-x", None, "forward", "loss"), ("y-z", losses.smooth, "forward", "loss"))
+    ]
+    draws = kinks.corners(np.random.default_rng(0), (50, 6))
+    assert {*draws.flat} == {-1, 0, 1}
+    assert draws.dtype == np.float32
+    x = jnp.array([-2.0, -1.0, 0.0, 1.0, 2.0])
+    for function, values, slopes in (
+        (kinks.absolute, [2, 1, 0, 1, 2], [-1, -1, 0, 1, 1]),
+        (kinks.leaky, [-0.2, -0.1, 0, 1, 2], [0.1, 0.1, 0.1, 1, 1]),
+        (kinks.held, [0, 0, 0, 1, 1], [0, 0, 1, 1, 0]),
+        (kinks.inside, [-1, -1, 0, 1, 1], [0, 0, 1, 0, 0]),
+    ):
+        np.testing.assert_allclose(function(x), values, rtol=1e-6)
+        np.testing.assert_allclose(jax.grad(lambda x, function=function: function(x).sum())(x), slopes, rtol=1e-6)
+
+
+def test_a_mutant_is_located_by_stage_operation_and_lines() -> None:
+    def at(stage: str, torch: str, source: str) -> Any:
+        return SimpleNamespace(stage=stage, torch=torch, jax_source=source)
+
+    mutant = Mutant("m", CASES["mlp"], CASES["mlp"], "forward|backward", "layer", layers.conv)
+    file = "parity/mutants/layer_functions.py"
+    first = layers.conv.__code__.co_firstlineno
+    count = 5
+    for line, inside in ((first - 1, False), (first, True), (first + count - 1, True), (first + count, False)):
+        assert mutant.located_by(at("forward", "layer: mm", f"{file}:{line}: text")) is inside
+    assert not mutant.located_by(at("forward", "layer", f"other.py:{first}: text"))
+    assert not mutant.located_by(at("forwards", "layer", f"{file}:{first}: text"))
+    assert not mutant.located_by(at("forward", "a layer", f"{file}:{first}: text"))
+    assert not mutant.located_by(None)
+    anywhere = Mutant("m", CASES["mlp"], CASES["mlp"], "update")
+    assert anywhere.located_by(at("update", "", ""))

@@ -34,18 +34,22 @@ from parity import (
     coverage,
     float64,
     frozen,
+    jax_selections,
     mutate,
     outputs,
     param_rounding,
     quantized,
     stages,
     torch_fp8,
+    torch_selections,
 )
+from parity.case import AdamW, Case, Outputs
 from parity.cases import CASES, text
 from parity.divergence import Divergence
 from parity.example_batches import Example
 from parity.fingerprint import (
     NOISE,
+    Fingerprint,
     Trace,
     ancestors,
     apart,
@@ -58,14 +62,15 @@ from parity.fingerprint import (
     mask_fingerprint,
     nearest,
 )
+from parity.locate import _Programs
 from parity.low_precision import TRAININGS
 from parity.mutants.mutant import Mutant
 from parity.mutate import Outcome, document
 from parity.nonfinite import cause_of_nonfinite
-from parity.optimizer import AdamW
 from parity.placing import arises
 from parity.record import Record, Snapshot
 from parity.reference import Reference
+from parity.selections import Selections
 from parity.selftest import products
 from parity.selftest.check_result import CheckResult
 from parity.settings import Settings
@@ -754,7 +759,137 @@ def test_values_near_to_another_are_found_nearest_first_and_constants_apart() ->
     assert nearest(value, Trace()) == np.inf
     assert apart(fingerprint(np.ones(2)), fingerprint(np.full(2, 1 + 1e-9)))
     assert not apart(fingerprint(np.ones(2)), fingerprint(np.full(2, 1 + 1e-11)))
+    one = Fingerprint(4.0, 1.0, 0.5, 0.0)  # of the root mean square 2
+    assert not apart(one, one._replace(mean=1.9e-10))
+    assert apart(one, one._replace(mean=2.1e-10))
+    assert apart(one, one._replace(magnitudes=1 + 1.1e-10))
     masks = [np.array(x) for x in ([0, 1, 1, 1], [True, False, False, False], [0.0, 0, 0, -np.inf], [-1e38, 0, 0, 0])]
     found = {mask_fingerprint(x) for x in masks}
     assert found == {(0.25, 0.25, 1.0, 0.25)}
     assert [mask_fingerprint(np.array(x)) for x in ([0, 2, 0], [1, 1], [0, 0], [0.0, 1.0, -np.inf])] == [None] * 4
+
+
+def test_rows_and_optimizers_of_other_types_are_refused() -> None:
+    case = CASES["mlp"]()
+    for rows in (0, -1, 1.5, "2", None):
+        with pytest.raises(UserError, match="rows must be an integer of at least 1"):
+            dataclasses.replace(case, rows=rows)
+    assert dataclasses.replace(case, rows=1).rows == 1
+    with pytest.raises(UserError, match="optimizer is a str"):
+        dataclasses.replace(case, optimizer="adamw")
+    given = [x["image"] for x in case.batches(3, 4)]
+    assert len(given) == 4
+    assert len({x.tobytes() for x in given}) == 4
+    np.testing.assert_array_equal(given[2], [*case.batches(3, 3)][2]["image"])
+    assert not np.array_equal(given[0], next(case.batches(4, 1))["image"])
+
+
+def selected(module: Any, *args: Any) -> list[str]:
+    selections = Selections()
+    watched = jax_selections._Watched(lambda *args, **options: "result", "of f", module, selections)
+    assert watched(*args) == "result"
+    return [line.partition(" throughout")[0] for line in selections.lines()]
+
+
+def test_conditions_of_selections_in_jax_are_their_values_or_comparisons() -> None:
+    x = np.array([1.0, 2.0, 3.0])
+    assert selected(jax_selections._where, x > 5, 1, 2) == ["condition of f is False"]
+    assert selected(jax_selections._where, x > 5) == []
+    assert selected(jax_selections._where, x > 2, 1, 2) == []
+    assert selected(jax_selections._where, x[:0] > 2, 1, 2) == []
+    assert selected(jax_selections._clip, x, 0.0, 3.0) == ["x < min of f is False", "x > max of f is False"]
+    assert selected(jax_selections._clip, x, 2.0, 2.5) == []
+    assert selected(jax_selections._clip, x, None, 0.5) == ["x > max of f is True"]
+    assert selected(jax_selections._clip, x, 4.0) == ["x < min of f is True"]
+    assert selected(jax_selections._minimum, x, 3.0) == []
+    assert selected(jax_selections._minimum, x, 1.0) == ["x < y of f is False"]
+    assert selected(jax_selections._maximum, x, 3.0) == ["x > y of f is False"]
+    assert selected(jax_selections._maximum, x, 0.5) == ["x > y of f is True"]
+    xs = {"a": np.ones((5, 2)), "b": np.ones((5,))}
+    assert jax_selections._scan_length(None, None, xs) == 5
+    assert jax_selections._scan_length(None, None, xs, 3) == jax_selections._scan_length(None, None, length=3) == 3
+    assert jax_selections._map_length(None, xs) == 5
+    assert jax_selections._fori_length(2, 7, None) == 5
+    assert jax.eval_shape(
+        lambda n: jnp.zeros(jax_selections._fori_length(0, n)), jax.ShapeDtypeStruct((), np.int32)
+    ).shape == (65,)
+
+
+def test_conditions_of_selections_in_pytorch_are_their_values_or_comparisons() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0])
+    of = torch_selections.SELECTIONS
+
+    def found(name: str, *args: Any, **options: Any) -> dict[str, list[bool]]:
+        return {what: condition.tolist() for what, condition in of[name](*args, **options)}
+
+    assert found("where", x > 2, x, x) == {"condition of where": [False, False, True]}
+    assert found("where", x > 2) == {}
+    assert found("masked_fill", x, x > 1, 0) == {"mask of masked_fill": [False, True, True]}
+    assert found("clamp", x, 2, 2) == {
+        "x < min of clamp": [True, False, False],
+        "x > max of clamp": [False, False, True],
+    }
+    assert found("clip", x, max=3) == {"x > max of clamp": [False] * 3}
+    assert found("minimum", x, x.flip(0)) == {"x < y of minimum": [True, False, False]}
+    assert found("maximum", x, x.flip(0)) == {"x > y of maximum": [False, False, True]}
+    assert found("min", x) == found("max", x, 0) == {}
+
+
+class Counting(torch.nn.Module):
+    """Adds the number of its calls, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor([2.0]))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        return {"y": x * self.w + self.calls, "n": torch.tensor(3)}
+
+
+def test_outputs_of_each_batch_start_from_the_same_state() -> None:
+    batch = lambda seed, rows: {"x": np.full((rows, 1), seed, np.float32)}  # noqa: E731
+    case = Case(
+        *("counting", Counting, None, None, {"w": jax.ShapeDtypeStruct((1,), np.float32)}),  # type: ignore[arg-type]
+        *(NameTable({"w": TorchParam("w")}), batch, 2, AdamW(lr=1.0), None),
+        state_like={"calls": jax.ShapeDtypeStruct((), np.float32)},
+        buffers=NameTable({"calls": TorchParam("calls")}),
+        outputs=Outputs(lambda model, batch: model(batch["x"]), None, batch, 2, False),  # type: ignore[arg-type]
+    )
+    weights = {"w": np.array([3.0], np.float32), "calls": np.array(4.0, np.float32)}
+    found = outputs._in_torch(case, weights, [batch(1, 2), batch(2, 2)], "fp64")
+    assert found is not None
+    assert [x["y"].tolist() for x in found.outputs] == [[[8.0], [8.0]], [[11.0], [11.0]]]
+    assert [x["y"].dtype for x in found.outputs] == [np.float64] * 2
+    of_sum = outputs._weights("y", (2, 1)).sum()
+    assert [x["w"].tolist() for x in found.gradients] == [[of_sum], [2 * of_sum]]
+    low = outputs._in_torch(case, weights, [batch(1, 2)], "fp32")
+    assert low is not None
+    assert (low.gradients, low.outputs[0]["y"].dtype, low.draws) == ([{}], np.float32, 0)
+    kinds = dict(outputs._batches(case.outputs))  # type: ignore[arg-type]
+    assert [len(x) for x in kinds.values()] == [outputs.BATCHES, 1]
+    assert [len(x[0]["x"]) for x in kinds.values()] == [2, 1]
+    assert [x["x"][0, 0] for x in kinds[""]] == [*range(outputs.BATCHES)]
+
+
+def test_a_value_in_another_order_is_located_before_values_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = [None]
+    first = lambda step, *ends: found.append((step, ends)) or found[0]  # noqa: E731
+    matching = SimpleNamespace(in_order=lambda: SimpleNamespace(first=first))
+    programs = _Programs(None, None, [("their 1", "our 1"), ("their 2", "our 2")])  # type: ignore[arg-type,list-item]
+
+    def located(stage: str) -> Any:
+        at = SimpleNamespace(at=SimpleNamespace(stage=stage), matching=matching, step=2)
+        monkeypatch.setattr(_Programs, "_first_value", lambda self: at)
+        return at.at, programs.first()
+
+    value, at = located("forward")
+    assert at is value
+    assert found[1:] == [(2, ("their 2", "our 2"))]
+    found[0] = "reordered"
+    assert located("forward")[1] == "reordered"
+    value, at = located("backward")
+    assert at is value
+    monkeypatch.setattr(_Programs, "_first_value", lambda self: None)
+    assert programs.first() is None
