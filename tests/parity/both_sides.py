@@ -33,8 +33,9 @@ def in_pytorch(case: Case) -> tuple[Any, Any]:
     return (params, batch, state), (total.item(), float(weight), grads, buffers)
 
 
-def in_jax(case: Case, params: Any, batch: Any, state: Any, graded: bool) -> Any:
+def in_jax(case: Case, given: tuple[Any, Any, Any], graded: bool) -> Any:
     """Return total, weight, gradients and new buffers."""
+    params, batch, state = given
 
     def loss(params: Any) -> Any:
         found, _, *new = case.loss_fn(params, batch, jax.random.key(0), *([] if state is None else [state]))
@@ -50,7 +51,7 @@ def in_jax(case: Case, params: Any, batch: Any, state: Any, graded: bool) -> Any
 def distances(cases: Sequence[Case], theirs: Sequence[Any], graded: bool) -> list[float]:
     """Return how far each case is from PyTorch, all in one program, which compiles faster than each by itself."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        program = jit(lambda given: [in_jax(case, *of, graded) for case, of in zip(cases, given, strict=True)])
+        program = jit(lambda given: [in_jax(case, of, graded) for case, of in zip(cases, given, strict=True)])
         found = jax.tree.map(np.asarray, program([given for given, _ in theirs]))
     pairs = []
     for case, (total, weight, grads, new), (_, their) in zip(cases, found, theirs, strict=True):

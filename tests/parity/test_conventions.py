@@ -132,9 +132,10 @@ def test_resizing_has_another_cubic_and_other_pixels() -> None:
     x, cubic = drawn(1, 2, 4, 6), "cubic has a=-0.5"
     expected = resized(resized(x.numpy(), 3).swapaxes(2, 3), 7).swapaxes(2, 3)
     same(computed("interpolate", cubic, x, (7, 3), mode="bicubic"), expected)
-    for other in ({"mode": "bilinear"}, {"mode": "bicubic", "align_corners": True}):
+    others: tuple[dict[str, Any], ...] = {"mode": "bilinear"}, {"mode": "bicubic", "align_corners": True}
+    for other in others:
         same(computed("interpolate", cubic, x, (7, 3), **other), F.interpolate(x, (7, 3), **other))
-    smooth = {"mode": "bicubic", "antialias": True}
+    smooth: dict[str, Any] = {"mode": "bicubic", "antialias": True}
     same(computed("interpolate", cubic, x, (3, 3), **smooth), F.interpolate(x, (3, 3), **smooth))
     nearest = computed("interpolate", "nearest is of half pixels", x, (3, 4))
     same(nearest, x[:, :, [0, 2, 3]][..., [0, 2, 3, 5]])  # floor((i + 1/2) · old / new)
@@ -240,18 +241,19 @@ def test_slopes_at_kinks_and_ties_are_those_of_the_convention() -> None:
         ("max", [[3], [2]], [[1], [0]], [[0, 0.5, 0.5], [1, 0, 0]]),
         ("min", [[-3], [-2]], [[1], [0]], [[0, -0.5, -0.5], [-1, 0, 0]]),
     ):
-        x = tied if of == "max" else -tied
-        taken = computed(of, "ties share it", x, 1, keepdim=True)
+        given = tied if of == "max" else -tied
+        taken = computed(of, "ties share it", given, 1, keepdim=True)
         (grad,) = torch.autograd.grad(taken.values.sum(), tied)
         assert (taken.values.tolist(), taken.indices.tolist(), grad.tolist()) == (values, at, shares)
-        assert computed(of, "ties share it", x).item() == values[0][0]
+        assert computed(of, "ties share it", given).item() == values[0][0]
         other = torch.zeros_like(tied)
-        same(computed(of, "ties share it", x, other), getattr(torch, of)(x, other).detach())
+        same(computed(of, "ties share it", given, other), getattr(torch, of)(given, other).detach())
 
 
 def test_padding_rows_have_a_gradient_under_the_convention() -> None:
     table = drawn(3, 2).requires_grad_()
     computed("embedding", "padding_idx has a gradient", torch.tensor([0, 1, 1]), table, 1).sum().backward()
+    assert table.grad is not None
     assert table.grad.tolist() == [[1, 1], [2, 2], [0, 0]]
 
 

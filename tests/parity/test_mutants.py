@@ -260,7 +260,7 @@ def test_planted_bugs_of_a_step_replace_one_part_and_name_where_they_show() -> N
             with mutant.patch():
                 assert "wrong" in (build.dynamic_loss_scale, step._restore_if)
     assert steps.skipping("k", "wrong", steps.MOMENTUM).case().optimizer is steps.MOMENTUM
-    rounded = steps.rounded("r", "bf16_params", "wrong")
+    rounded = steps.rounded("r", "bf16_params", "wrong")  # type: ignore[arg-type]
     assert rounded.settings == {"precision": "bf16_params", "steps": 20}
     assert rounded.clean().optimizer is steps.SLOW
     with rounded.patch():

@@ -1,6 +1,8 @@
 """Parts of the harness that compute without a model equal what is computed by hand, by NumPy or by PyTorch."""
 
 import dataclasses
+import doctest
+import importlib
 import math
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -45,6 +47,7 @@ from parity import (
 )
 from parity.case import AdamW, Case, Outputs
 from parity.cases import CASES, text
+from parity.conventions.optimizers import _over_root
 from parity.divergence import Divergence
 from parity.example_batches import Example
 from parity.fingerprint import (
@@ -68,6 +71,7 @@ from parity.mutants.mutant import Mutant
 from parity.mutate import Outcome, document
 from parity.nonfinite import cause_of_nonfinite
 from parity.placing import arises
+from parity.randomness import GivenMasks
 from parity.record import Record, Snapshot
 from parity.reference import Reference
 from parity.selections import Selections
@@ -143,7 +147,8 @@ def test_the_truth_of_convolutions_is_pytorchs_result_with_both_gradients() -> N
     y = F.conv2d(image.permute(0, 3, 1, 2), kernel.permute(3, 2, 0, 1), padding=1).permute(0, 2, 3, 1)
     y.backward(torch.from_numpy(dy))
     found = products.convolution_truth(x, w, dy)
-    for what, expected in (("result", y), ("gradient of x", image.grad), ("gradient of w", kernel.grad)):
+    given: Any = (("result", y), ("gradient of x", image.grad), ("gradient of w", kernel.grad))
+    for what, expected in given:
         np.testing.assert_allclose(found[what], expected.detach(), rtol=1e-12, atol=1e-12)
 
 
@@ -169,9 +174,8 @@ def test_products_and_convolutions_are_checked_against_bounds_of_their_precision
     assert terms == {
         name: 64 * k for name, k in {"result": 9 * 32, "gradient of x": 9 * 64, "gradient of w": 4 * 14 * 14}.items()
     }
-    ours = F.conv2d(
-        *(torch.from_numpy(a.astype(float)).permute(p) for a, p in ((x, (0, 3, 1, 2)), (w, (3, 2, 0, 1)))), padding=1
-    )
+    image, kernel = torch.from_numpy(x).permute(0, 3, 1, 2), torch.from_numpy(w).permute(3, 2, 0, 1)
+    ours = F.conv2d(image.double(), kernel.double(), padding=1)
     np.testing.assert_allclose(truth["result"], ours.permute(0, 2, 3, 1), atol=1e-10)
 
     def outcomes(errors: dict[str, float], dtype: str | None = None) -> list[CheckResult]:
@@ -205,8 +209,7 @@ def test_tiles_and_blocks_of_fp8_are_quantized_by_their_own_largest_magnitudes()
     x = torch.from_numpy(rng.standard_normal((140, 150)) * np.exp(rng.uniform(-5, 5, (140, 150))))
 
     def quantized(block: torch.Tensor) -> torch.Tensor:
-        scale = (448.0 / max(block.abs().max().item(), 1e-12)).__float__()
-        scale = torch.tensor(scale, dtype=torch.float64).float()
+        scale = torch.tensor(448.0 / max(block.abs().max().item(), 1e-12), dtype=torch.float64).float()
         return (block.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale
 
     tiles, squares = torch_fp8._tiles(x), torch_fp8._squares(x)
@@ -558,7 +561,8 @@ def test_a_bundle_restores_every_array_of_a_run(tmp_path: Path) -> None:
     assert [*bundle._seeds("bf16", settings)] == [*range(5, 5 + TRAININGS)]
     opened = bundle.Bundle(tmp_path, "case", ("fp32",), replace(settings, seed=3))
     assert np.array_equal(opened.reference("fp32", replace(settings, seed=3, remat="none")).theirs.losses, [0, 1, 2])
-    for precision, given in (("fp64", {}), ("fp32", {"accumulate": 1}), ("fp32", {"seed": 2}), ("fp32", {"steps": 4})):
+    others: list[tuple[str, dict[str, Any]]] = [("fp64", {}), ("fp32", {"accumulate": 1}), ("fp32", {"seed": 2})]
+    for precision, given in [*others, ("fp32", {"steps": 4})]:
         with pytest.raises(UserError, match=r"recorded with|contains fp32 with seed 3"):
             opened.reference(precision, replace(settings, **{"seed": 3, **given}))
 
@@ -568,7 +572,7 @@ def step_with(**grads: list[float]) -> Any:
 
 
 def test_coverage_names_unclipped_steps_and_elements_without_a_gradient() -> None:
-    bounded = lambda bound: SimpleNamespace(clip_norm=bound)  # noqa: E731
+    bounded: Any = lambda bound: SimpleNamespace(clip_norm=bound)  # noqa: E731
     seen = coverage.Coverage()
     seen(step_with(w=[3.0, 0.0, 0.0], b=[4.0]))
     assert seen._steps() == ["one step exercises no momentum, no decay of moments and no schedule"]
@@ -675,11 +679,20 @@ def test_clean_runs_take_every_mutants_case_in_turn_every_tenth_in_low_precision
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[tuple[Any, dict[str, Any]]] = []
-    monkeypatch.setattr(mutate, "check", lambda case, **settings: seen.append((case, settings)) or len(seen))
     made: list[str] = []
 
+    def check(case: Any, **settings: Any) -> int:
+        seen.append((case, settings))
+        return len(seen)
+
     def case(name: str) -> Any:
-        return lambda: made.append(name) or name
+        def make() -> str:
+            made.append(name)
+            return name
+
+        return make
+
+    monkeypatch.setattr(mutate, "check", check)
 
     first, own = case("first"), case("own")
     listed = {
@@ -771,12 +784,13 @@ def test_values_near_to_another_are_found_nearest_first_and_constants_apart() ->
 
 def test_rows_and_optimizers_of_other_types_are_refused() -> None:
     case = CASES["mlp"]()
-    for rows in (0, -1, 1.5, "2", None):
+    others: tuple[Any, ...] = (0, -1, 1.5, "2", None)
+    for rows in others:
         with pytest.raises(UserError, match="rows must be an integer of at least 1"):
             dataclasses.replace(case, rows=rows)
     assert dataclasses.replace(case, rows=1).rows == 1
     with pytest.raises(UserError, match="optimizer is a str"):
-        dataclasses.replace(case, optimizer="adamw")
+        dataclasses.replace(case, optimizer="adamw")  # type: ignore[arg-type]
     given = [x["image"] for x in case.batches(3, 4)]
     assert len(given) == 4
     assert len({x.tobytes() for x in given}) == 4
@@ -838,6 +852,8 @@ def test_conditions_of_selections_in_pytorch_are_their_values_or_comparisons() -
 class Counting(torch.nn.Module):
     """Adds the number of its calls, in evaluation too."""
 
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.w = torch.nn.Parameter(torch.tensor([2.0]))
@@ -875,7 +891,11 @@ def test_outputs_of_each_batch_start_from_the_same_state() -> None:
 
 def test_a_value_in_another_order_is_located_before_values_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = [None]
-    first = lambda step, *ends: found.append((step, ends)) or found[0]  # noqa: E731
+
+    def first(step: int, *ends: str) -> Any:
+        found.append((step, ends))
+        return found[0]
+
     matching = SimpleNamespace(in_order=lambda: SimpleNamespace(first=first))
     programs = _Programs(None, None, [("their 1", "our 1"), ("their 2", "our 2")])  # type: ignore[arg-type,list-item]
 
@@ -893,3 +913,30 @@ def test_a_value_in_another_order_is_located_before_values_that_differ(monkeypat
     assert at is value
     monkeypatch.setattr(_Programs, "_first_value", lambda self: None)
     assert programs.first() is None
+
+
+def test_numbers_that_jax_drew_have_the_parameters_of_pytorchs_draw() -> None:
+    x, mask = np.array([0.25, -1.0, 2.0]), np.array([True, False, True])
+    with GivenMasks([x, mask, abs(x), x, x]):
+        normal = torch.empty(3).normal_(3.0, 2.0)
+        kept = torch.dropout(torch.tensor([1.0, 2.0, 3.0]), 0.75, True)
+        exponential = torch.empty(3).exponential_(4.0)
+        plain, alike = torch.randn(3), torch.randn_like(normal)
+    assert normal.tolist() == [3.5, 1, 7]
+    assert kept.tolist() == [4, 0, 12]
+    assert exponential.tolist() == [0.0625, 0.25, 0.5]
+    assert plain.tolist() == alike.tolist() == x.tolist()
+
+
+def test_epsilons_inside_and_outside_of_a_root_are_where_they_say() -> None:
+    g, v = jnp.array([2.0, 3.0, 5.0]), jnp.array([0.0, 0.25, 4.0])
+    np.testing.assert_allclose(_over_root(g, v, 0.0, True), [2.0, 6.0, 2.5])  # a gradient over the root of 0 is kept
+    np.testing.assert_allclose(_over_root(g, v, 0.25, True), g / np.sqrt(v + 0.25), rtol=1e-6)
+    np.testing.assert_allclose(_over_root(g, v, 0.25, False), g / (np.sqrt(v) + 0.25), rtol=1e-6)
+
+
+def test_examples_in_docstrings_hold() -> None:
+    names = "bars compare coverage fingerprint order randomness record settings stages trajectory weights.proposal"
+    for name in (*names.split(), "conventions.calls", "conventions.optimizers", "torch_optimizers", "oracle.literal"):
+        found = doctest.testmod(importlib.import_module(f"parity.{name}"))
+        assert (found.failed, found.attempted > 0) == (0, True), name
