@@ -205,6 +205,8 @@ def test_conventions_of_adagrad_nadam_radam_and_rprop_change_their_updates() -> 
             found += (p.detach() - before).tolist()
         return found
 
+    adagrad: dict[str, Any] = {"lr_decay": 0.5, "initial_accumulator_value": 0.25, "eps": 1e-3}
+    np.testing.assert_allclose(updates("Adagrad", **adagrad), theirs("Adagrad", **adagrad), rtol=1e-6)
     adam: dict[str, Any] = {"betas": (0.9, 0.99), "eps": 1e-3}
     np.testing.assert_allclose(
         updates("NAdam", momentum_decay=0.01), theirs("NAdam", momentum_decay=0.01, **adam), rtol=1e-6
