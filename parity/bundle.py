@@ -188,4 +188,4 @@ def _record(flat: Mapping[str, np.ndarray]) -> Record:
 
 
 def _contiguous(tensors: Mapping[str, np.ndarray]) -> Tensors:
-    return {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+    return {name: np.asarray(x, order="C") for name, x in tensors.items()}

@@ -6,6 +6,7 @@ import pytest
 
 from parity import check
 from parity.cases import CASES
+from tests.parity.both_sides import distances, in_pytorch
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -16,6 +17,13 @@ def test_in_float64_the_runs_are_equal(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_in_float64_the_runs_are_equal_without_accumulation_and_remat(case: str) -> None:
     assert_same(case, accumulate=1, remat="none")
+
+
+def test_losses_and_gradients_of_small_cases_equal_pytorchs() -> None:
+    names = [name for name in CASES if name.startswith(("losses.", "autograd.", "gradient-penalty", "maml"))]
+    cases = [CASES[name]() for name in names]
+    found = dict(zip(names, distances(cases, [*map(in_pytorch, cases)], graded=True), strict=True))
+    assert max(found.values()) < 1e-9, found
 
 
 def assert_same(case: str, **settings: Any) -> None:
