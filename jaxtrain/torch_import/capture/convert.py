@@ -47,6 +47,19 @@ _NUMBERS = {torch.SymInt: "int64", torch.SymFloat: "float64", torch.SymBool: "bo
 """Dtypes of the values of tensors as Python numbers, which an operation may take."""
 
 
+_CHOICES = frozenset({"clamp", "clip", "clamp_min", "clamp_max", "fmax", "fmin"})
+
+
+def _has_shared_ties() -> bool:
+    """Return whether equal operands of `fmax`, and of its like, share the gradient, as since PyTorch 2.14."""
+    x, y = torch.ones(2, requires_grad=True)
+    (gradient,) = torch.autograd.grad(torch.fmax(x, y), x)
+    return gradient.item() == 0.5
+
+
+_shares_ties = _has_shared_ties()
+
+
 class Leaf(NamedTuple):
     """A tensor of the module's result, by its place among them."""
 
@@ -206,12 +219,18 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
         node.name,
         key,
         tuple(_argument(arg, node) for arg in node.args),
-        {name: _argument(arg, node) for name, arg in node.kwargs.items() if name not in _DROPPED},
+        {name: _argument(arg, node) for name, arg in node.kwargs.items() if name not in _DROPPED} | _of_ties(node),
         _specs(node.meta.get("val"), node),
         _promoted(node),
         _module(node),
         source,
     )
+
+
+def _of_ties(node: torch.fx.Node) -> dict[str, bool]:
+    """Return the argument of a choice between elements that says which of equal ones has the gradient."""
+    is_choice = key_of(node.target).removeprefix("aten.").partition(".")[0] in _CHOICES
+    return {"shared_ties": True} if is_choice and _shares_ties and node.meta["val"].is_floating_point() else {}
 
 
 def _of_numbers(node: torch.fx.Node, source: str) -> Node:

@@ -16,6 +16,7 @@ from jax import lax
 from jax.scipy import special
 
 from jaxtrain.losses import subgradients
+from jaxtrain.torch_import.ops import ties
 from jaxtrain.torch_import.ops.registry import as_kernel, broadcast, in_opmath, op, ops
 
 ops(
@@ -93,9 +94,6 @@ ops(
         ),
         "maximum.default max.other": jnp.maximum,
         "minimum.default min.other": jnp.minimum,
-        # The first of equal values receives the gradient.
-        "fmax.default": lambda x, y: jnp.where((x >= y) | jnp.isnan(y), x, y),
-        "fmin.default": lambda x, y: jnp.where((x <= y) | jnp.isnan(y), x, y),
         "atan2.default": lambda y, x: subgradients.atan2(*jnp.broadcast_arrays(y, x)),
         "fmod.Tensor fmod.Scalar": jnp.fmod,
         "remainder.Tensor remainder.Scalar remainder.Scalar_Tensor": jnp.remainder,
@@ -297,15 +295,27 @@ _lerp.defjvps(
 
 
 @op("clamp.default", "clamp.Tensor", "clip.default", "clip.Tensor", "clamp_min.default", "clamp_min.Tensor")
-def clamp(x: jax.Array, min: Any = None, max: Any = None) -> jax.Array:
+def clamp(x: jax.Array, min: Any = None, max: Any = None, shared_ties: bool = False) -> jax.Array:
     """Bound x below and above."""
-    return subgradients.clamp(x, min, max)
+    return ties.clamp(x, min, max) if shared_ties else subgradients.clamp(x, min, max)
 
 
 @op("clamp_max.default", "clamp_max.Tensor")
-def clamp_max(x: jax.Array, max: Any) -> jax.Array:
+def clamp_max(x: jax.Array, max: Any, shared_ties: bool = False) -> jax.Array:
     """Bound x above."""
-    return subgradients.clamp(x, None, max)
+    return clamp(x, None, max, shared_ties)
+
+
+@op("fmax.default")
+def fmax(x: jax.Array, y: jax.Array, shared_ties: bool = False) -> jax.Array:
+    """Return the larger element, or the one that is not NaN; the first of equal ones has the gradient."""
+    return ties.fmax(x, y) if shared_ties else jnp.where((x >= y) | jnp.isnan(y), x, y)
+
+
+@op("fmin.default")
+def fmin(x: jax.Array, y: jax.Array, shared_ties: bool = False) -> jax.Array:
+    """Return the smaller element, or the one that is not NaN; the first of equal ones has the gradient."""
+    return ties.fmin(x, y) if shared_ties else jnp.where((x <= y) | jnp.isnan(y), x, y)
 
 
 @op("gelu.default")
