@@ -112,7 +112,7 @@ def test_the_reference_has_every_public_name_once():
     entries = [name for page in PAGES for name in re.findall(r"^::: ([\w.]+)$", text_of(page), re.M)]
     assert len(entries) == len(set(entries))
     documented = [resolve(entry) for entry in entries]
-    for package in ("jaxtrain", "parity", *(f"jaxtrain.{name}" for name in ORDER)):
+    for package in ("jaxtrain", "parity", *(f"jaxtrain.{name}" for name in ORDER if name != "torch_internals")):
         module = importlib.import_module(package)
         public = {name for name in getattr(module, "__all__", ()) if f"{package}.{name}" not in MODULES}
         missing = {name for name in public if not any(getattr(module, name) is one for one in documented)}
