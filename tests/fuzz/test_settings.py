@@ -45,7 +45,8 @@ def invalid_values(recipe: Any, field: str) -> st.SearchStrategy[str]:
     kinds = set(get_args(hint)) if get_origin(hint) not in (None, Literal) else {hint}
     numbers = st.sampled_from(["nan", "inf", "-inf", "-1", "1e400", "-1e-9", "1e39"])
     if int in kinds:
-        least = -1 if field in ("warmup_steps", "seed", "allow_recompile", "keep_best", "workers") else 0
+        may_be_zero = ("watch_precision", "warmup_steps", "seed", "allow_recompile", "keep_best", "workers")
+        least = -1 if field in may_be_zero else 0
         integers = st.one_of(st.integers(max_value=least), st.integers(min_value=2**31)).map(str)
         return st.one_of(integers, numbers, st.sampled_from(["0.5", "1e3", "", "x", "१x", "None None"]))
     if float in kinds:

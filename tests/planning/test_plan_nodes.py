@@ -14,8 +14,9 @@ from jaxtrain.cost import Communication, GpuProgram, find_target
 from jaxtrain.cost.communication import Traffic
 from jaxtrain.distributed.mesh import parse_mesh
 from jaxtrain.errors import UserError
-from jaxtrain.planning import MeshChoice, mesh_costs
+from jaxtrain.planning import MeshChoice
 from jaxtrain.planning.candidate import Candidate
+from jaxtrain.planning.scale import mesh_costs
 from jaxtrain.planning.scale.closed_forms import ClosedForms, sent_bytes, whole_bytes
 from jaxtrain.planning.scale.growth import Settings, grow_weakly, weak_programs
 from jaxtrain.recipes import RECIPES
