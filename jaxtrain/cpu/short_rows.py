@@ -24,6 +24,7 @@ from jaxtrain.program import operations as op
 
 SHORT, FEW = 16, 2**12
 """Elements of a row that is short, and of an array that is too small to be worth it."""
+_ELEMENTWISE = op.ELEMENTWISE | {op.CONVERT_ELEMENT_TYPE, op.COPY}
 
 
 def as_vectors(fn: Callable[..., Any], zero: jax.Array, platform: str | None = None) -> Callable[..., Any]:
@@ -76,7 +77,7 @@ def _on_vectors(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[An
     del run
     name = op.of(eqn)
     out: Any = eqn.outvars[0].aval if eqn.outvars else None
-    if name in op.ELEMENTWISE | {op.CONVERT_ELEMENT_TYPE, op.COPY} and _has_short_rows(out):
+    if name in _ELEMENTWISE and _has_short_rows(out):
         (result,) = rewrite.bind(eqn, [x.reshape(-1) if jnp.ndim(x) else x for x in args])
         return [result.reshape(out.shape)]
     if name == op.BROADCAST_IN_DIM and not jnp.ndim(args[0]) and _has_short_rows(out):

@@ -109,7 +109,7 @@ def marked_function(eqn: JaxprEqn, prefix: str, functions: Mapping[str, _Functio
 
 def body(eqn: JaxprEqn) -> Any:
     """Return the jaxpr, closed or not, that an equation applies to its operands, or a scan repeats."""
-    return next(eqn.params[key] for key in ("call_jaxpr", "jaxpr", op.CALL) if key in eqn.params)
+    return next(eqn.params[key] for key in ("call_jaxpr", "jaxpr", "call") if key in eqn.params)
 
 
 def label(eqn: JaxprEqn) -> str:

@@ -199,10 +199,9 @@ def sole_sources(
       passes: Whether the result of an equation stands for its first operand, which is used in its place.
     """
     for jaxpr in equations.nested(traced):
-        producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        read = Counter(map(id, [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]))
+        producers, read = equations.producers(jaxpr), Counter(equations.reads(jaxpr))
         for v in (v for eqn in jaxpr.eqns if reads(eqn) for v in eqn.invars):
-            while not isinstance(v, Literal) and read[id(v)] == 1 and (eqn := producers.get(v)) is not None:
+            while not isinstance(v, Literal) and read[v] == 1 and (eqn := producers.get(v)) is not None:
                 yield v, eqn
                 if not passes(eqn):
                     break

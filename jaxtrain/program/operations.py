@@ -1,7 +1,7 @@
 """The operations of programs, by the names that JAX's primitives have.
 
-No other file of the passes spells them: `of(eqn) == op.SCAN`. An operation that the next JAX renames is a change here,
-and `tests/program/test_operations.py` traces a function to each.
+Passes write `op.of(eqn) == op.SCAN`, so that an operation that the next JAX renames is a change here alone;
+`tests/program/test_primitives.py` compares the names with those of JAX's primitives.
 """
 
 from jax.extend.core import JaxprEqn

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from jaxtrain.torch_import import from_torch
+from jaxtrain.torch_import.capture import convert
 from jaxtrain.torch_import.ops import ties
 
 INF, NAN = float("inf"), float("nan")
@@ -96,6 +97,12 @@ class Choices(torch.nn.Module):
             + 5 * torch.fmax(w, x)
             + 7 * torch.fmin(x, w)
         )
+
+
+def test_the_convention_is_found_whatever_mode_the_capture_is_imported_in():
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.device("meta")):
+        with mode:
+            assert convert._has_shared_ties() == SINCE_2_14
 
 
 @pytest.mark.parametrize("shares", [False, True])

@@ -31,9 +31,8 @@ from jaxtrain.program import operations as op
 _LOW = (jnp.bfloat16, jnp.float16)
 # Between the exponent and its sum, in either direction.
 _MASKING = (op.CONVERT_ELEMENT_TYPE, op.SELECT_N, op.MUL, op.RESHAPE, op.BROADCAST_IN_DIM)
-_WITHIN_SOFTMAX = {
-    *(*_MASKING, op.REDUCE_SUM, op.LOG, op.ABS, op.SIGN, op.SQUEEZE, op.STOP_GRADIENT, op.TRANSPOSE, op.COPY),
-}
+_UNCHANGED = (op.SQUEEZE, op.STOP_GRADIENT, op.TRANSPOSE, op.COPY)
+_WITHIN_SOFTMAX = {*_MASKING, *_UNCHANGED, op.REDUCE_SUM, op.LOG, op.ABS, op.SIGN}
 _END_OF_SOFTMAX = (op.DIV, op.SUB, op.ADD)
 _BROADCASTING = (op.ADD, op.SUB, op.MUL, op.DIV, op.MAX, op.MIN, op.POW)
 

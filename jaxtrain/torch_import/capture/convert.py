@@ -52,8 +52,9 @@ _CHOICES = frozenset({"clamp", "clip", "clamp_min", "clamp_max", "fmax", "fmin"}
 
 def _has_shared_ties() -> bool:
     """Return whether equal operands of `fmax`, and of its like, share the gradient, as since PyTorch 2.14."""
-    x, y = torch.ones(2, requires_grad=True)
-    (gradient,) = torch.autograd.grad(torch.fmax(x, y), x)
+    with torch.inference_mode(False), torch.enable_grad():  # whatever the user's code is in
+        x, y = (torch.ones((), device="cpu", requires_grad=True) for _ in range(2))
+        (gradient,) = torch.autograd.grad(torch.fmax(x, y), x)
     return gradient.item() == 0.5
 
 
