@@ -43,7 +43,7 @@ def _memory_on(devices: int) -> dict[str, Any]:
     from benchmarks.workloads import WORKLOADS
     from jaxtrain.distributed import make_mesh, memory_per_device, shard
     from jaxtrain.models import gpt2
-    from parity import jax_side, torch_side
+    from parity.sides import jax_side, torch_side
 
     case = WORKLOADS["gpt2-tiny"].case(SIZES)
     mesh = make_mesh(f"fsdp={devices}", jax.devices()[:devices])

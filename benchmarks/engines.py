@@ -58,7 +58,7 @@ def _jax(case: Case, batch: Batch, job: Job) -> Engine:
     import jax
 
     from jaxtrain.cost import flops
-    from parity import jax_side
+    from parity.sides import jax_side
 
     step = features.train_step(case, job)
     state, arrays = _initial_state(case, job, step), jax_side.arrays(batch, job.precision)
@@ -97,7 +97,7 @@ def _micro_steps(case: Case, batch: Batch, job: Job) -> Engine:
     """A window as `job.accumulate` calls that add a gradient, and one call that updates."""
     import jax
 
-    from parity import jax_side
+    from parity.sides import jax_side
 
     arrays = jax_side.arrays(batch, job.precision)
     rows = case.rows // job.accumulate
@@ -136,7 +136,7 @@ def compile_twice(jitted: Any, *args: Any) -> tuple[Any, float, float]:
 
 def _initial_state(case: Case, job: Job, step: Any) -> Any:
     """Return the initial state of `step` with PyTorch's initial weights."""
-    from parity import jax_side, torch_side
+    from parity.sides import jax_side, torch_side
 
     trees = jax_side.from_torch(case, torch_side.initial_weights(case, seed=0))
     params, model_state = (jax_side.arrays(tree, "fp64") for tree in trees) if job.precision == "fp64" else trees
@@ -146,8 +146,8 @@ def _initial_state(case: Case, job: Job, step: Any) -> Any:
 def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     import torch
 
-    from parity import torch_side
     from parity.oracle.in_torch import InFloat64
+    from parity.sides import torch_side
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # In convolutions as in products, as on JAX's side.

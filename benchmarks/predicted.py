@@ -47,7 +47,7 @@ def case_program(
     """
     import jaxtrain
     from jaxtrain.planning import gpu_program
-    from parity import jax_side
+    from parity.sides import jax_side
 
     step = jaxtrain.train_step(
         case.loss_fn,
@@ -68,7 +68,7 @@ def model_flops(case: Case) -> int:
     import jax
 
     import jaxtrain
-    from parity import jax_side
+    from parity.sides import jax_side
 
     step = jaxtrain.train_step(case.loss_fn, case.optimizer.jax, clip_norm=case.clip_norm)
     batch = jax_side.arrays(case.batch(0, case.rows), "fp32")

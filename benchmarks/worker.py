@@ -33,7 +33,7 @@ def main(line: str) -> None:
 
 def _serve(job: Job) -> None:
     from benchmarks.memory import PeakMemory
-    from parity import jax_side, torch_side  # noqa: F401, both frameworks, so that neither counts as memory
+    from parity.sides import torch_side  # noqa: F401, both frameworks, so that neither counts as memory
 
     memory = PeakMemory()
     engine = build_engine(job)

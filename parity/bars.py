@@ -8,7 +8,7 @@ FIRST_BAR = 1e-10
 """Relative distance in float64 up to the end of the first step. Rounding is 1e-16, a wrong epsilon 1e-6."""
 LAST_BAR = 1e-8
 """The same after more steps, which amplify the rounding of the steps before. A long run may be allowed more
-(`parity.trajectory`)."""
+(`parity.compare.trajectory`)."""
 NEGLIGIBLE = 1e-12
 """A tensor whose norm is a smaller part of the whole may be zero in mathematics (the gradient of an attention key bias)
 and rounding noise in practice: its distance is measured on the scale of the whole."""

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 from jaxtrain.fields import brief, from_json
 from jaxtrain.folder_files import open_file, read_json
 from parity.case import Case
-from parity.low_precision import TRAININGS
+from parity.compare.low_precision import TRAININGS
+from parity.compare.reference import Reference, live_reference
 from parity.record import Record, Snapshot, Tensors
-from parity.reference import Reference, live_reference
 from parity.settings import Settings, in_double, settings_of, validate
 
 FORMAT = 2

@@ -66,7 +66,7 @@ class Case:
       precision: The precision of the run; None if it is no run.
       not_exercised: Lines on the settings of a run that no check of this case uses.
       module: The user's own module, if `torch_model` returns that one. It is set back after every use.
-      outputs: What an imported module returns, compared in addition (`parity.outputs`); None for the loss alone.
+      outputs: What an imported module returns, compared too (`parity.compare.outputs`); None for the loss alone.
     """
 
     name: str

@@ -31,8 +31,8 @@ from jaxtrain.errors import UserError
 from parity.attestation import environment
 from parity.case import Case
 from parity.cases import CASES, SUMMARIES, case_of
-from parity.examination import Examination
-from parity.locate import STEPS, locate
+from parity.compare.examination import Examination
+from parity.explain.locate import STEPS, locate
 from parity.own_errors import own_error
 from parity.report import Result, bars, divergence, document, table, waiting
 from parity.run import examine, replay
@@ -148,8 +148,9 @@ def _prove(options: argparse.Namespace, console: Console) -> int:
 
 def _mutate(options: argparse.Namespace, console: Console) -> int:
     from parity.mutate import main as mutate
+    from parity.mutate import mutants_in
 
-    return mutate(options.names, options.json, console, options.clean)
+    return mutate(mutants_in(options.factories), options.json, console, options.clean)
 
 
 def _selftest(options: argparse.Namespace, console: Console) -> int:
@@ -333,9 +334,9 @@ def _parser() -> argparse.ArgumentParser:
             "--accumulate", type=_at_least(1), metavar="K", help=f"micro-batches per accumulation window; {own} 1"
         )
         command.add_argument("--steps", type=_at_least(1), metavar="N", help="optimizer steps; default 20")
-    bugs = commands.add_parser("mutate", help="plant known bugs one at a time and check that each is found")
+    bugs = commands.add_parser("mutate", help="plant bugs in a module's operations and check that each is found")
     bugs.add_argument(
-        "names", nargs="*", metavar="NAME", help="or FILE.py::FACTORY, for an imported module; default: all"
+        "factories", nargs="+", metavar="FILE.py::FACTORY", help="a function that returns a module and an example batch"
     )
     bugs.add_argument(
         "--clean", type=_at_least(0), default=0, metavar="N", help="number of additional runs without a bug"

@@ -1,4 +1,4 @@
-"""Where two programs first differ, as a value: the result of `parity.locate` and a part of a verdict."""
+"""Where two programs first differ, as a value: the result of `parity.explain.locate` and a part of a verdict."""
 
 from dataclasses import dataclass
 

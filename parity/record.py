@@ -1,6 +1,7 @@
 """The values of a training run that are compared."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,3 +73,8 @@ class Record:
     def skipped(self) -> frozenset[int]:
         """The steps that overflowed and therefore changed only the loss scale."""
         return frozenset(np.flatnonzero(np.diff(self.scales) < 0).tolist())
+
+
+def norm(tensors: Iterable[np.ndarray]) -> float:
+    """Return the Euclidean norm of all elements."""
+    return math.sqrt(sum(float(np.vdot(x, x)) for x in map(np.float64, map(as_pairs, tensors))))

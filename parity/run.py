@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtrain.errors import user_facing
 from parity.case import Case
-from parity.compare import Verdict
-from parity.coverage import Coverage
-from parity.examination import Examination, program_of, train
-from parity.float64 import compare
-from parity.low_precision import repeated
-from parity.placing import arises, place
+from parity.compare.examination import Examination, program_of, train
+from parity.compare.float64 import compare
+from parity.compare.low_precision import repeated
+from parity.compare.reference import Reference, live_reference
+from parity.compare.verdict import Verdict
+from parity.explain.difference import arises, explain
 from parity.progress import Listener, report, reported_to
-from parity.reference import Reference, live_reference
 from parity.settings import EXACT, FP8, Settings, in_double, left_out, settings_of, validate
+from parity.unexercised.coverage import Coverage
 
 if TYPE_CHECKING:
-    from parity.jax_side import Program
+    from parity.sides.jax_side import Program
 
 
 @user_facing
@@ -111,8 +111,8 @@ def replay(case: Case, precision: str, reference: Callable[[Settings], Reference
 
 
 def _examine_float64(case: Case, precision: str, locate: bool, settings: Settings) -> Examination:
-    from parity.conditions import unmet_conditions
-    from parity.one_sided import one_sided_selections
+    from parity.unexercised.conditions import unmet_conditions
+    from parity.unexercised.one_sided import one_sided_selections
 
     coverage, program = Coverage(), program_of(case, precision, settings)
     candidates, examination = compare(case, program, settings, coverage)
@@ -127,14 +127,14 @@ def _examine_float64(case: Case, precision: str, locate: bool, settings: Setting
         selections = one_sided_selections(case, settings.seed)
         examination = replace(examination, not_exercised=(*examination.not_exercised, *selections))
         return _tried_further(candidates[-1], program, examination, settings, coverage)
-    return replace(examination, verdict=place(candidates, examination, settings))
+    return replace(examination, verdict=explain(candidates, examination, settings))
 
 
 def _with_outputs(case: Case, examination: Examination) -> Examination:
     """Compare the outputs of an imported module that trains alike, in evaluation."""
     if case.outputs is None or not examination.verdict.passed:
         return examination
-    from parity.outputs import compare_outputs
+    from parity.compare.outputs import compare_outputs
 
     report("fp64: holds; comparing outputs in evaluation")
     faults, missing = compare_outputs(case, examination.theirs.last)
@@ -160,13 +160,13 @@ def _tried_further(
         return replace(
             examination, not_exercised=(*examination.not_exercised, f"clipping holds with {bound}, checked in addition")
         )
-    verdict = place(candidates, second, settings)
+    verdict = explain(candidates, second, settings)
     return replace(second, verdict=replace(verdict, faults=tuple(f"{bound}: {line}" for line in verdict.faults)))
 
 
 def _tried(case: Case, program: "Program", settings: Settings) -> Iterator[str]:
     """Whether the case holds on what its batches never met; a difference is reported but is no fault."""
-    from parity.conditions import cases_that_meet
+    from parity.unexercised.conditions import cases_that_meet
 
     whole = Settings(steps=2, seed=settings.seed)  # micro-batches may ignore different numbers of labels
     if replace(whole, steps=settings.steps) != settings:
@@ -181,13 +181,13 @@ def _examine_low_precision(case: Case, precision: str, locate: bool, settings: S
     program = program_of(case, precision, settings)
     examination = repeated(case, program, settings, partial(live_reference, case, precision))
     if locate and not examination.verdict.passed:
-        return replace(examination, verdict=_placed_low(case, precision, examination.verdict, settings))
+        return replace(examination, verdict=_explained_low(case, precision, examination.verdict, settings))
     return examination
 
 
-def _placed_low(case: Case, precision: str, verdict: Verdict, settings: Settings) -> Verdict:
+def _explained_low(case: Case, precision: str, verdict: Verdict, settings: Settings) -> Verdict:
     """Add where float64 differs as well, or else the first module that is less precise than PyTorch's."""
-    from parity.activations import activations, first_imprecise
+    from parity.compare.activations import activations, first_imprecise
 
     exact = check(case, locate=True, **asdict(settings))
     if not exact.passed:
@@ -211,10 +211,10 @@ def _examine_quantized(case: Case, precision: str, locate: bool, settings: Setti
     _, examination = compare(case, program_of(case, precision, settings), settings)
     if not locate or examination.verdict.passed:
         return examination
-    from parity.quantized import place_quantization
+    from parity.compare.quantized import explain_quantization
 
     exact = check(case, locate=True, **asdict(settings))
-    return replace(examination, verdict=place_quantization(case, precision, examination, exact, settings))
+    return replace(examination, verdict=explain_quantization(case, precision, examination, exact, settings))
 
 
 _EXAMINE = {"fp64": _examine_float64, **{EXACT + name: _examine_quantized for name in FP8}}

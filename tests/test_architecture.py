@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import jaxtrain
+import parity
 from jaxtrain import passes
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +52,7 @@ ORDER = (
 # Programs on top of the packages, each importing those before it.
 PROGRAMS = ("jaxtrain", "parity", "benchmarks")
 # A method of an imported model returns its parity case, for those who have parity; it is imported when it is called.
-REACHING_UP = {("jaxtrain/torch_import/model.py", "parity"), ("jaxtrain/torch_import/model.py", "parity.imported")}
+REACHING_UP = {("jaxtrain/torch_import/model.py", name) for name in ("parity", "parity.cases.imported")}
 FILES = [path.relative_to(ROOT) for program in PROGRAMS for path in sorted((ROOT / program).rglob("*.py"))]
 
 
@@ -122,6 +123,22 @@ def test_a_folder_of_passes_imports_only_those_above_it() -> None:
                 f"{file}:{line} imports {module}"
                 for line, module, name in imports(file)
                 if module.startswith("jaxtrain.passes") and {*module.split(".")[2:3], name} & {*below}
+            ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_part_of_parity_imports_only_those_above_it() -> None:
+    lines = re.findall(r"^ *((?:\w+/?, )*\w+/?) {2,}", parity.__doc__ or "", re.MULTILINE)
+    order = [name.rstrip("/") for line in lines for name in line.split(", ")]
+    assert {*order} == {path.stem for path in (ROOT / "parity").iterdir() if not path.name.startswith("__")}
+    wrong = []
+    for file in FILES:
+        if file.parts[0] == "parity" and not file.parts[1].startswith("__"):
+            below = order[order.index(Path(file.parts[1]).stem) + 1 :]
+            wrong += [
+                f"{file}:{line} imports {module}"
+                for line, module, name in imports(file)
+                if module.split(".")[0] == "parity" and {*[*module.split("."), name][1:2]} & {*below}
             ]
     assert not wrong, "\n".join(wrong)
 

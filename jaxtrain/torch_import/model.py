@@ -186,13 +186,13 @@ class ImportedModel(GraphModel):
         """Return the parity case of this model, beside PyTorch's module.
 
         Without `torch_loss` and `loss_fn` the loss is the module's own, if it returns a scalar, alone or as "loss".
-        Otherwise it is the mean squared distance of its outputs from fixed targets (`parity.default_loss`).
+        Otherwise it is the mean squared distance of its outputs from fixed targets (`parity.cases.default_loss`).
 
         Args:
           name: Name in reports.
           torch_loss: As `parity.Case.torch_loss`.
           loss_fn: The same loss in JAX, for example from `loss`.
-          batch: As `parity.Case.batch`; None draws batches like the example (`parity.example_batches`).
+          batch: As `parity.Case.batch`; None draws batches like the example (`parity.cases.example_batches`).
           rows: Rows of a batch; None for those of the example.
           torch_model: As `parity.Case.torch_model`; None for the user's own module, which is used as it is, in its own
             structures and dtypes, and set back after every use.
@@ -212,7 +212,7 @@ class ImportedModel(GraphModel):
           >>> check(model.case(), steps=2).passed
           True
         """
-        from parity.imported import imported_case  # parity is above jaxtrain and needs PyTorch
+        from parity.cases.imported import imported_case  # parity is above jaxtrain and needs PyTorch
 
         return imported_case(self, name, *args, **kwargs)
 

@@ -17,7 +17,7 @@ from jaxtrain.step import train_step
 from parity.case import Case
 from parity.cases import gpt2
 from parity.optimizer import ADAM_MOMENTS, Optimizer
-from parity.torch_side import model_of
+from parity.sides.torch_side import model_of
 
 STOPPED, LAST = 50, 100
 CONFIG = replace(gpt2.CONFIG, n_layer=1)

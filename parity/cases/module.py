@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from parity.case import Case
-from parity.imported import imported_case, with_fresh_weights
+from parity.cases.imported import imported_case, with_fresh_weights
 
 if TYPE_CHECKING:
     from jaxtrain.torch_import import ImportedModel

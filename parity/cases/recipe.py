@@ -16,9 +16,9 @@ from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.run import Recipe, Task, task_batches
 from jaxtrain.runner import defines_optimizer, frozen, optimizer_expression, recipe_optimizer
 from parity.case import Batch, Case
-from parity.frozen import frozen_too, without_frozen
 from parity.optimizer import AdamW, Optimizer
-from parity.torch_optimizers import has_counterpart, torch_optimizer, torch_scheduler
+from parity.sides.frozen import frozen_too, without_frozen
+from parity.sides.torch_optimizers import has_counterpart, torch_optimizer, torch_scheduler
 
 _METHODS = {
     "torch_model": "(self), which creates the model",

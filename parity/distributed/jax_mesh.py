@@ -19,10 +19,10 @@ from jaxtrain.step import current_scale
 from parity.case import Batch
 from parity.distributed.processes import free_port, in_processes
 from parity.distributed.training import Training
-from parity.jax_side import from_torch, observe, record_gradients
 from parity.oracle.in_jax import in_float64
 from parity.record import Record
-from parity.torch_side import initial_weights
+from parity.sides.jax_side import from_torch, observe, record_gradients
+from parity.sides.torch_side import initial_weights
 
 
 def run(training: Training, devices: Sequence[Any] | None = None) -> Record:

@@ -22,7 +22,7 @@ from parity.distributed.processes import free_port, in_processes
 from parity.distributed.training import Scaling, Training
 from parity.oracle.in_torch import InFloat64
 from parity.record import Record
-from parity.torch_side import AUTOCAST, WHOLE, Updates, full_tensor, in_dtype, seeded_model, snapshot, tensor
+from parity.sides.torch_side import AUTOCAST, WHOLE, Updates, full_tensor, in_dtype, seeded_model, snapshot, tensor
 
 
 def run(trainings: Sequence[Training]) -> list[Record]:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from parity.attestation import environment
+from parity.compare.trajectory import Trajectory
 from parity.report.result import Result
-from parity.trajectory import Trajectory
 
 
 def document(results: Sequence[Result]) -> dict[str, Any]:

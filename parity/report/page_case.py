@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from parity.compare import TensorRatio, relative
+from parity.compare.trajectory import Trajectory
+from parity.compare.verdict import TensorRatio, relative
 from parity.divergence import Divergence, Line
 from parity.report.result import Result
 from parity.settings import BF16_PARAMS, EXACT, FP8, in_double
 from parity.source import import_path
-from parity.trajectory import Trajectory
 
 Series = Sequence[float] | np.ndarray
 """Numbers in the order of the steps, not necessarily finite."""

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from parity.case import Case
-from parity.compare import Verdict
-from parity.examination import Examination
+from parity.compare.examination import Examination
+from parity.compare.verdict import Verdict
 from parity.settings import Settings
 
 

@@ -17,13 +17,13 @@ from jaxtrain import optim
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
 from jaxtrain.models.gpt2 import torch_names
-from parity import jax_side
 from parity.bars import FIRST_BAR, LAST_BAR, RATIO_BAR, SINGLE
 from parity.case import AdamW, Batch, Case
-from parity.compare import relative
+from parity.compare.verdict import relative
 from parity.record import Record, Tensors
 from parity.selftest.bits import describe_difference, on_host, unlike
 from parity.selftest.check_result import CheckResult, within
+from parity.sides import jax_side
 
 CONFIG = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2)
 ROWS, STEPS = 8, 5

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parity.reference import live_reference
+from parity.compare.reference import live_reference
 from parity.selftest.gpt2 import LOW, RECORDED, STEPS, case, distances, groups
 from parity.settings import Settings
 

@@ -12,7 +12,7 @@ from jaxtrain import Loss, TrainStep, train_step
 from jaxtrain.passes import block
 from jaxtrain.step import dynamic_loss_scale
 from parity.bars import FIRST_BAR
-from parity.compare import relative
+from parity.compare.verdict import relative
 from parity.selftest.bits import describe_difference, on_host, unlike
 from parity.selftest.check_result import CheckResult, within
 

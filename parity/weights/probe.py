@@ -20,7 +20,7 @@ from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
 from parity.record import Tensors, as_pairs
-from parity.torch_side import few_threads, in_dtype, seeded_model, tensor
+from parity.sides.torch_side import few_threads, in_dtype, seeded_model, tensor
 
 Shape = tuple[int, ...]
 MAX_DISTANCE = 1e-6

@@ -8,9 +8,9 @@ from typing import Any
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, leaves
 from parity.case import Case
-from parity.jax_side import from_torch
 from parity.record import Tensors
-from parity.torch_side import seeded_model, with_counterpart
+from parity.sides.jax_side import from_torch
+from parity.sides.torch_side import seeded_model, with_counterpart
 from parity.weights.probe import (
     MAX_DISTANCE,
     NEGLIGIBLE_CHANGE,

@@ -13,9 +13,9 @@ import torch
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam, leaves
 from parity.case import Case
-from parity.jax_side import from_torch
-from parity.torch_side import model_of, with_counterpart
-from parity.validity import check_case
+from parity.cases.validity import check_case
+from parity.sides.jax_side import from_torch
+from parity.sides.torch_side import model_of, with_counterpart
 from parity.weights.assignment import Choice, Costs, Match, Side, no_costs
 from parity.weights.by_values import by_values
 from parity.weights.classes import by_class
@@ -71,7 +71,7 @@ def proposed(case: Case) -> tuple[Case, tuple[str, ...]]:
     """Return the case with all its tables, and notes on them; leaves that it matches are not tied yet.
 
     Raises:
-      UserError: Something in the case is wrong (`parity.validity`), or as in `with_tables`.
+      UserError: Something in the case is wrong (`parity.cases.validity`), or as in `with_tables`.
     """
     check_case(case)
     model = model_of(case)

@@ -7,7 +7,7 @@ import torch
 
 from parity.case import Case
 from parity.oracle.in_torch import InFloat64
-from parity.torch_side import in_dtype, seeded_model, tensor, trained_parameters
+from parity.sides.torch_side import in_dtype, seeded_model, tensor, trained_parameters
 
 
 def unused_parameters(case: Case) -> set[str]:

@@ -11,7 +11,7 @@ from flax import linen, nnx
 import jaxtrain as jt
 from jaxtrain.models import functional, functional_loss
 from parity import AdamW, Case, check
-from parity.randomness import dropout_mask_fn
+from parity.sides.randomness import dropout_mask_fn
 
 WIDTH = 4
 BATCH = {name: np.random.default_rng(i).standard_normal((6, WIDTH), np.float32) for i, name in enumerate("xy")}

@@ -33,7 +33,7 @@ from jaxtrain.models.gpt2 import torch_names
 from jaxtrain.passes.memory.remat import remat
 from jaxtrain.passes.numerics.autocast import autocast
 from jaxtrain.program.equations import visit
-from parity.randomness import dropout_mask_fn
+from parity.sides.randomness import dropout_mask_fn
 from tests.models.programs import widened
 
 SIZES = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2)

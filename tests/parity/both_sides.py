@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from parity import jax_side
 from parity.case import Case
 from parity.oracle.compiled import jit
 from parity.oracle.in_torch import InFloat64
-from parity.torch_side import in_dtype, seeded_model, tensor
+from parity.sides import jax_side
+from parity.sides.torch_side import in_dtype, seeded_model, tensor
 
 
 def in_pytorch(case: Case) -> tuple[Any, Any]:

@@ -13,9 +13,9 @@ import jaxtrain
 from jaxtrain import optim
 from jaxtrain.interop import NameTable, TorchParam
 from parity.case import Case
-from parity.diagnose import Diagnosis, Untrained, diagnose
+from parity.explain.diagnose import Diagnosis, Untrained, diagnose
+from parity.explain.stages import run_stages
 from parity.optimizer import Optimizer
-from parity.stages import run_stages
 
 SHAPE = (3, 6, 6)
 ROWS = 4

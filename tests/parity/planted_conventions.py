@@ -13,7 +13,7 @@ import torch
 from jax import lax
 from torch.nn import functional as F
 
-from parity.conventions.operations import (
+from parity.explain.conventions.operations import (
     CONVOLUTIONS,
     CROSS,
     EPSILONS,

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from parity import check, jax_side, torch_side
+from parity import check
 from parity.case import Case
 from parity.cases import CASES
+from parity.sides import jax_side, torch_side
 
 FACTS = {
     "autograd.square": {"x": 28, "w": 42, "b": 14},

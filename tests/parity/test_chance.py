@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parity.chance import by_chance
-from parity.fingerprint import Trace, counterparts
+from parity.compare.fingerprint import Trace, counterparts
+from parity.explain.coincidence import by_chance
 
 SCORES, WEIGHTS, OUT = np.random.default_rng(0).standard_normal((3, 4, 8)) + 2
 

@@ -19,20 +19,22 @@ from torch import nn
 
 from jaxtrain.errors import UserError
 from jaxtrain.optim import parse_expression, schedules
-from parity import cli, placing, pytest_plugin, run, torch_side, validity
-from parity.cases import CASES, mlp, t5
-from parity.compare import TensorRatio, Verdict
-from parity.conventions.optimizers import Recipe
+from parity import cli, pytest_plugin, run
+from parity.cases import CASES, mlp, t5, validity
+from parity.cases.named_outputs import named_outputs
+from parity.compare.verdict import TensorRatio, Verdict
 from parity.distributed import torch_ranks
 from parity.distributed.cases import overflowing_mlp
 from parity.distributed.training import Scaling, Training
 from parity.divergence import Divergence
-from parity.mutants import attention
-from parity.named_outputs import named_outputs
-from parity.selections import Selections, caller
+from parity.explain import difference
+from parity.explain.conventions.optimizers import Recipe
 from parity.selftest import gpt2
 from parity.settings import Settings
-from parity.torch_optimizers import base_rate, has_counterpart, torch_optimizer, torch_scheduler
+from parity.sides import torch_side
+from parity.sides.torch_optimizers import base_rate, has_counterpart, torch_optimizer, torch_scheduler
+from parity.unexercised.selections import Selections, caller
+from tests.parity.mutants import attention
 
 
 @contextmanager
@@ -345,18 +347,18 @@ def test_a_difference_in_low_precision_is_placed_in_float64_or_its_first_module(
         return verdicts["fp64"]
 
     monkeypatch.setattr(run, "check", check)
-    monkeypatch.setattr("parity.activations.activations", lambda *args, **options: options)
-    placed = run._placed_low(case, "bf16", low, settings)
+    monkeypatch.setattr("parity.compare.activations.activations", lambda *args, **options: options)
+    placed = run._explained_low(case, "bf16", low, settings)
     assert (placed.stage, placed.diagnosis, placed.unlocated) == ("in fp64 as well: update: 1", "d", "u")
     verdicts["fp64"] = examination(passed=True).verdict
     found = Divergence("forward", 1, "fc", "", "", "", (), None, None)
-    monkeypatch.setattr("parity.activations.first_imprecise", lambda values: found)
-    assert run._placed_low(case, "bf16", low, settings).first_divergence is found
-    monkeypatch.setattr("parity.activations.first_imprecise", lambda values: None)
+    monkeypatch.setattr("parity.compare.activations.first_imprecise", lambda values: found)
+    assert run._explained_low(case, "bf16", low, settings).first_divergence is found
+    monkeypatch.setattr("parity.compare.activations.first_imprecise", lambda values: None)
     arises = "agrees with remat none: the difference arises only with remat full"
-    assert run._placed_low(case, "bf16", low, settings).unlocated == f"agrees in fp64, differs in bf16: {arises}"
+    assert run._explained_low(case, "bf16", low, settings).unlocated == f"agrees in fp64, differs in bf16: {arises}"
     precise = "agrees in fp64, differs in bf16: every module's first output is as precise as PyTorch's"
-    assert run._placed_low(case, "bf16", low, Settings(accumulate=1, remat="none")).unlocated == precise
+    assert run._explained_low(case, "bf16", low, Settings(accumulate=1, remat="none")).unlocated == precise
 
 
 def test_a_batch_of_other_things_than_arrays_by_name_is_refused() -> None:
@@ -504,28 +506,28 @@ def test_a_difference_is_placed_by_location_chaos_stages_and_convention(monkeypa
         return located[case.name]
 
     chaos: list[str | None] = [None]
-    monkeypatch.setattr("parity.locate.locate", locate)
-    monkeypatch.setattr("parity.stages.run_stages", lambda case, **given: SimpleNamespace(stages=[], case=case))
-    monkeypatch.setattr("parity.stages.at_fault", lambda stages: None)
-    monkeypatch.setattr("parity.stages.charge", lambda stages, stage: None)
-    monkeypatch.setattr("parity.diagnose.diagnose", lambda run, found: f"{run.case.name} convention")
-    monkeypatch.setattr(placing, "_chaos", lambda *args: chaos[0])
-    monkeypatch.setattr(placing, "arises", lambda settings, holds: None)
+    monkeypatch.setattr("parity.explain.locate.locate", locate)
+    monkeypatch.setattr("parity.explain.stages.run_stages", lambda case, **given: SimpleNamespace(stages=[], case=case))
+    monkeypatch.setattr("parity.explain.stages.at_fault", lambda stages: None)
+    monkeypatch.setattr("parity.explain.stages.blame", lambda stages, stage: None)
+    monkeypatch.setattr("parity.explain.diagnose.diagnose", lambda run, found: f"{run.case.name} convention")
+    monkeypatch.setattr(difference, "_chaos", lambda *args: chaos[0])
+    monkeypatch.setattr(difference, "arises", lambda settings, holds: None)
     ours = SimpleNamespace(losses=np.ones(3))
     examined: Any = SimpleNamespace(verdict=examination(passed=False).verdict, ours=ours)
     settings = Settings(accumulate=1, remat="none", steps=50, seed=4)
-    found = placing.place([case, other], examined, settings)
+    found = difference.explain([case, other], examined, settings)
     assert found.first_divergence is located["cnn"]
     assert (found.diagnosis, found.stage, found.unlocated) == ("cnn convention", None, None)
     assert asked == [("mlp", 4, None), ("cnn", 4, None)]
     located |= {"mlp": None, "cnn": None}
-    late = placing.place([case], examined, settings)
-    assert asked[-1] == ("mlp", 4, placing.JUDGED)
-    assert late.unlocated == f"no operation differs in {placing.JUDGED} steps: the difference arises later"
-    assert placing.place([case], examined, replace(settings, steps=placing.JUDGED)).unlocated is None
+    late = difference.explain([case], examined, settings)
+    assert asked[-1] == ("mlp", 4, difference.JUDGED)
+    assert late.unlocated == f"no operation differs in {difference.JUDGED} steps: the difference arises later"
+    assert difference.explain([case], examined, replace(settings, steps=difference.JUDGED)).unlocated is None
     chaos[0] = "chaos"
     asked.clear()
-    assert placing.place([case], examined, settings).unlocated == "chaos"
+    assert difference.explain([case], examined, settings).unlocated == "chaos"
     assert len(asked) == 1
     one: Any = SimpleNamespace(verdict=examined.verdict, ours=SimpleNamespace(losses=np.ones(1)))
-    assert placing.place([case], one, replace(settings, steps=1)).unlocated is None
+    assert difference.explain([case], one, replace(settings, steps=1)).unlocated is None

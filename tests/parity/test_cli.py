@@ -21,8 +21,8 @@ from parity.case import Case
 from parity.cases import CASES, SUMMARIES, gpt2
 from parity.cases.own import own_case
 from parity.cli import main
-from parity.compare import Verdict
-from parity.examination import Examination
+from parity.compare.examination import Examination
+from parity.compare.verdict import Verdict
 from parity.progress import report
 from parity.record import Record, Snapshot
 from parity.report import Result, document, waiting

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from parity.compare import median, relative, same_meaning, same_precision
+from parity.compare.verdict import median, relative, same_meaning, same_precision
 from parity.record import Record, Snapshot, Tensors
 
 

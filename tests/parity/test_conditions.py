@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from parity.cases import CASES
-from parity.conditions import ConditionCounter, cases_that_meet, count_conditions, unmet_conditions
+from parity.unexercised.conditions import ConditionCounter, cases_that_meet, count_conditions, unmet_conditions
 
 
 def test_every_condition_is_counted() -> None:
@@ -103,10 +103,10 @@ def test_a_batch_that_the_model_refuses_is_logged_and_a_bug_in_the_harness_raise
             raise IndexError("target -100 is out of bounds")
         return case.torch_loss(model, batch)
 
-    with caplog.at_level("INFO", "parity.conditions"):
+    with caplog.at_level("INFO", "parity.unexercised.conditions"):
         assert [*cases_that_meet(dataclasses.replace(case, torch_loss=loss))] == []
     (line,) = caplog.messages
     assert line == "cnn, every third of label -100: refused by PyTorch: IndexError: target -100 is out of bounds"
-    monkeypatch.setattr("parity.conditions._every_third", lambda value: lambda x: {}["a bug of ours"])
+    monkeypatch.setattr("parity.unexercised.conditions._every_third", lambda value: lambda x: {}["a bug of ours"])
     with pytest.raises(KeyError, match="a bug of ours"):
         [*cases_that_meet(case)]

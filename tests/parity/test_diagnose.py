@@ -16,13 +16,13 @@ import jaxtrain
 from jaxtrain.interop import NameTable, TorchParam
 from parity.case import Case
 from parity.cases import gpt2
-from parity.conventions.operations import (
+from parity.explain.conventions.operations import (
     OPERATIONS,
     OperationConvention,
 )
-from parity.diagnose import diagnose
-from parity.locate import locate
-from parity.stages import run_stages
+from parity.explain.diagnose import diagnose
+from parity.explain.locate import locate
+from parity.explain.stages import run_stages
 from tests.parity.diagnosed_cases import (
     ROWS,
     Scaled,
@@ -154,10 +154,10 @@ def test_a_convention_that_pytorch_refuses_is_logged_and_a_bug_in_the_harness_ra
         return computes
 
     run = run_stages(case(alone(F.gelu), alone(jax.nn.gelu)), steps=1)
-    conventions = "parity.conventions.operations.OPERATIONS"
+    conventions = "parity.explain.conventions.operations.OPERATIONS"
     refused = OperationConvention("gelu", "refused", "", raising(IndexError("dimension out of range")))
     monkeypatch.setattr(conventions, (refused,))
-    with caplog.at_level("INFO", "parity.diagnose"):
+    with caplog.at_level("INFO", "parity.explain.diagnose"):
         assert diagnose(run) is None
     (line,) = caplog.messages
     assert line == "tiny: 1 conventions refused by PyTorch: ['gelu, refused: IndexError: dimension out of range']"

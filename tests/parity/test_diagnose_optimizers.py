@@ -14,13 +14,13 @@ import torch
 
 import jaxtrain
 from jaxtrain.interop import NameTable, TorchParam
-from parity import stages as stagewise
 from parity.case import Case
-from parity.conventions.clipping import CLIPPING
-from parity.conventions.optimizers import DIRECTIONS, OPTIMIZERS, recipes
-from parity.diagnose import Diagnosis
+from parity.explain import stages as stagewise
+from parity.explain.conventions.clipping import CLIPPING
+from parity.explain.conventions.optimizers import DIRECTIONS, OPTIMIZERS, recipes
+from parity.explain.diagnose import Diagnosis
+from parity.explain.stages import stages
 from parity.optimizer import Optimizer
-from parity.stages import stages
 from tests.parity.diagnosed_cases import ROWS, SGD, diagnosed
 
 

@@ -9,16 +9,16 @@ import pytest
 
 from jaxtrain.errors import UserError
 from jaxtrain.models import cnn, gpt2, llama, mlp, t5
-from parity import torch_side
 from parity.cases import cnn_bn as cnn_bn_case
 from parity.cases import gpt2 as gpt2_case
 from parity.cases import llama as llama_case
 from parity.cases import t5 as t5_case
-from parity.compare import same_meaning, same_precision
+from parity.compare.reference import REORDERINGS
+from parity.compare.verdict import same_meaning, same_precision
 from parity.distributed import Scaling, Training, jax_mesh, torch_ranks
 from parity.distributed.cases import overflowing_mlp
 from parity.distributed.processes import in_processes
-from parity.reference import REORDERINGS
+from parity.sides import torch_side
 
 SCALING = Scaling(2.0**10, growth_interval=3)
 OVERFLOW = partial(overflowing_mlp, np.inf)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from parity.fingerprint import NOISE, Fingerprint, Trace, counterparts, distances, fingerprint
+from parity.compare.fingerprint import NOISE, Fingerprint, Trace, counterparts, distances, fingerprint
 
 
 def test_a_sum_that_cancels_is_not_matched() -> None:

@@ -6,14 +6,14 @@ from functools import partial
 import pytest
 import torch
 
-from parity import torch_fp8
 from parity.bars import FP8_RATIO_BAR
 from parity.case import Case
 from parity.cases import gpt2, llama, vit
-from parity.examination import Examination
-from parity.mutants.fp8 import perceptron
+from parity.compare.examination import Examination
 from parity.run import check, examine
 from parity.settings import EXACT, FP8
+from parity.sides import torch_fp8
+from tests.parity.mutants.fp8 import perceptron
 
 # Llama without padding: what attention returns for padding, 0 or a mean, is a part of the largest magnitude.
 CASES: dict[str, Callable[[], Case]] = {

@@ -20,12 +20,12 @@ import jaxtrain
 import jaxtrain.step.step
 from jaxtrain.losses import cross_entropy
 from jaxtrain.step.accumulate import mean_gradient
-from parity.activations import activations, first_imprecise
 from parity.bars import RATIO_BAR
 from parity.case import Case
 from parity.cases import CASES, cnn_bn, gpt2, mlp
+from parity.compare.activations import activations, first_imprecise
 from parity.divergence import Divergence
-from parity.locate import locate
+from parity.explain.locate import locate
 from parity.optimizer import Optimizer
 from parity.run import check
 from tests.parity.test_sides import small

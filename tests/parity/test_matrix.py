@@ -12,10 +12,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from parity import check, torch_side
+from parity import check
 from parity.case import Case
 from parity.cases import cnn_bn, gpt2, mlp
 from parity.settings import EXACT, FP8
+from parity.sides import torch_side
 
 STEPS = 5
 

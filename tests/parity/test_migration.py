@@ -16,9 +16,9 @@ from jaxtrain.interop.torch_file import read_torch, write_torch
 from jaxtrain.interop.torch_run import to_torch, torch_run
 from parity.bars import FIRST_BAR, LAST_BAR, RATIO_BAR
 from parity.cases import gpt2, migration
-from parity.compare import relative
-from parity.jax_side import arrays
-from parity.torch_side import model_of
+from parity.compare.verdict import relative
+from parity.sides.jax_side import arrays
+from parity.sides.torch_side import model_of
 
 STOPPED, LAST, K = 50, 100, 4
 CONFIG = replace(gpt2.CONFIG, n_layer=1, n_embd=16, n_head=2, vocab_size=31)

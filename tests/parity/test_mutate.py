@@ -8,9 +8,9 @@ from rich.console import Console
 
 from jaxtrain.errors import UserError
 from jaxtrain.step import accumulate, clip_grad_norm
-from parity.mutants import MUTANTS
-from parity.mutants.mutant import patched
-from parity.mutate import Outcome, _CleanVerdicts, _outcome, clean_runs, document, main, mutate
+from parity.mutate import Outcome, clean_runs, document, main, mutants_in, outcomes, patched
+from parity.mutate.planting import _CleanVerdicts, _outcome
+from tests.parity.mutants import MUTANTS
 
 DEFAULT = [
     "layer-norm-eps",
@@ -67,7 +67,7 @@ def test_every_other_mutant_is_located(name: str) -> None:
     [(30, 0), pytest.param(1070, 30, marks=pytest.mark.nightly)],
 )
 def test_clean_runs_raise_no_alarm(n: int, seed: int) -> None:
-    assert [verdict.faults for verdict in clean_runs(n, seed=seed) if not verdict.passed] == []
+    assert [verdict.faults for verdict in clean_runs([*MUTANTS.values()], n, seed) if not verdict.passed] == []
 
 
 def test_patching_a_function_that_the_module_lacks_raises() -> None:
@@ -75,14 +75,14 @@ def test_patching_a_function_that_the_module_lacks_raises() -> None:
         patched(clip_grad_norm, None, within=accumulate)
 
 
-def test_an_unknown_mutant_is_refused() -> None:
-    with pytest.raises(UserError, match="unknown mutant nonsense"):
-        mutate(["nonsense"])
+def test_what_is_no_factory_is_refused() -> None:
+    with pytest.raises(UserError, match=r"adam-eps is no FILE.py::FACTORY: give a function"):
+        mutants_in(["adam-eps"])
 
 
 def test_the_outcomes_are_written_as_json(tmp_path: Path) -> None:
     written = tmp_path / "mutants.json"
-    assert main(["leaky-relu-slope"], written, Console(quiet=True)) == 0
+    assert main([MUTANTS["leaky-relu-slope"]], written, Console(quiet=True)) == 0
     expected = json.loads(written.read_text())
     (mutant,) = expected.pop("mutants")
     assert expected == {"caught": 1, "total": 1, "clean_runs": 1, "false_alarms": 0}
@@ -91,7 +91,7 @@ def test_the_outcomes_are_written_as_json(tmp_path: Path) -> None:
 
 
 def test_mutants_of_one_clean_case_share_its_verdict_and_it_counts_once() -> None:
-    found = mutate(["adam-eps", "adam-eps-in-the-root", "adamax-is-adam"], located=False)
+    found = [*outcomes((MUTANTS[x] for x in ("adam-eps", "adam-eps-in-the-root", "adamax-is-adam")), located=False)]
     assert [outcome.clean_runs for outcome in found] == [1, 0, 1]
     assert all(outcome.clean and outcome.caught for outcome in found)
     assert document(found)["clean_runs"] == 2

@@ -14,11 +14,11 @@ import jaxtrain
 from jaxtrain import optim
 from jaxtrain.interop import NameTable, TorchParam
 from parity.case import Case
-from parity.fingerprint import TOLERANCE, Trace, counterparts
-from parity.in_order import in_order
-from parity.locate import locate
+from parity.compare.fingerprint import TOLERANCE, Trace, counterparts
+from parity.compare.order import comparable, order, same_order
+from parity.explain.locate import locate
+from parity.explain.reordered import in_order
 from parity.optimizer import Optimizer
-from parity.order import comparable, order, same_order
 
 X = np.random.default_rng(0).standard_normal((2, 6, 4, 5))
 BATCH, LENGTH, HEADS, WIDTH = 2, 6, 4, 5

@@ -20,10 +20,10 @@ import jaxtrain as jt
 from jaxtrain.torch_import.capture.own_module import convert_tensors, lent
 from parity import check
 from parity.case import Case
-from parity.example_batches import Example
-from parity.jax_side import arrays
-from parity.locate import locate
-from parity.torch_side import seeded_model
+from parity.cases.example_batches import Example
+from parity.explain.locate import locate
+from parity.sides.jax_side import arrays
+from parity.sides.torch_side import seeded_model
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from parity.cases import bert
-from parity.coverage import Coverage
-from parity.padding import padding_rows, untested_padding
 from parity.run import Settings, live_reference
+from parity.unexercised.coverage import Coverage
+from parity.unexercised.padding import padding_rows, untested_padding
 
 PADDING = 0
 WORDS = "bert.embeddings.word_embeddings.weight"

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from parity.compare.trajectory import trajectory
 from parity.report.page import write_page
 from parity.report.page_case import Difference, Excerpt, PageCase, excerpt
-from parity.trajectory import trajectory
 
 HELD = PageCase(
     name="mlp",

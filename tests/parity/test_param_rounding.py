@@ -8,11 +8,11 @@ import torch
 from torch import optim as T
 
 from jaxtrain import optim
-from parity import jax_side, torch_side
 from parity.cases import CASES
 from parity.optimizer import Optimizer
-from parity.param_rounding import stochastically
 from parity.record import Tensors
+from parity.sides import jax_side, torch_side
+from parity.sides.param_rounding import stochastically
 
 STEPS, RATE = 40, 1e-4
 

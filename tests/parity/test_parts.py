@@ -30,27 +30,12 @@ from jaxtrain.interop import (
     linear_to_heads,
 )
 from jaxtrain.paths import none_frozen
-from parity import (
-    activations,
-    bundle,
-    coverage,
-    float64,
-    frozen,
-    jax_selections,
-    mutate,
-    outputs,
-    param_rounding,
-    quantized,
-    stages,
-    torch_fp8,
-    torch_selections,
-)
+from parity import bundle
 from parity.case import AdamW, Case, Outputs
 from parity.cases import CASES, text
-from parity.conventions.optimizers import _over_root
-from parity.divergence import Divergence
-from parity.example_batches import Example
-from parity.fingerprint import (
+from parity.cases.example_batches import Example
+from parity.compare import activations, float64, outputs, quantized
+from parity.compare.fingerprint import (
     NOISE,
     Fingerprint,
     Trace,
@@ -65,20 +50,24 @@ from parity.fingerprint import (
     mask_fingerprint,
     nearest,
 )
-from parity.locate import _Programs
-from parity.low_precision import TRAININGS
-from parity.mutants.mutant import Mutant
-from parity.mutate import Outcome, document
-from parity.nonfinite import cause_of_nonfinite
-from parity.placing import arises
-from parity.randomness import GivenMasks
+from parity.compare.low_precision import TRAININGS
+from parity.compare.reference import Reference
+from parity.divergence import Divergence
+from parity.explain import stages
+from parity.explain.conventions.optimizers import _over_root
+from parity.explain.difference import arises
+from parity.explain.locate import _Programs
+from parity.explain.stages import Comparison, Stage
+from parity.mutate import Mutant, Outcome, document, planting
 from parity.record import Record, Snapshot
-from parity.reference import Reference
-from parity.selections import Selections
 from parity.selftest import products
 from parity.selftest.check_result import CheckResult
 from parity.settings import Settings
-from parity.stages import Comparison, Stage
+from parity.sides import frozen, param_rounding, torch_fp8
+from parity.sides.nonfinite import cause_of_nonfinite
+from parity.sides.randomness import GivenMasks
+from parity.unexercised import coverage, jax_selections, torch_selections
+from parity.unexercised.selections import Selections
 from parity.weights.layouts import head_layouts, whole_layouts
 from parity.weights.proof import _used
 
@@ -354,17 +343,17 @@ def test_the_stage_at_fault_is_the_first_or_one_that_differs_a_million_times_mor
     beyond = stage("update", 2.1e-4)
     assert stages.at_fault([held, near, beyond, stage("buffers", 1e-3)]).name == "buffers"  # type: ignore[union-attr]
     assert stages.at_fault([held, near, beyond]) is beyond
-    assert stages.charge([held]) is None
+    assert stages.blame([held]) is None
     assert (
-        stages.charge([stage("loss", 1.0), near])
+        stages.blame([stage("loss", 1.0), near])
         == "loss: 1e+00 apart (w, step 1); look at the forward pass and the loss"
     )
     exact, rough = stage("loss", 1e-13), stage("loss", 1.1e-13)
-    assert stages.charge([exact, near]).endswith(stages.LOOK_AT["gradients"])  # type: ignore[union-attr]
-    assert "does not show it" in stages.charge([exact, near], "forward")  # type: ignore[operator]
-    assert "more than rounding" in stages.charge([rough, near], "forward")  # type: ignore[operator]
-    assert stages.charge([held, stage("loss", 1.0), near], "forward").endswith("pass and the loss")  # type: ignore[union-attr]
-    assert stages.charge([stage("loss", 1.0), stage("gradients", 1e9)]).endswith(stages.LOOK_AT["gradients"])  # type: ignore[union-attr]
+    assert stages.blame([exact, near]).endswith(stages.LOOK_AT["gradients"])  # type: ignore[union-attr]
+    assert "does not show it" in stages.blame([exact, near], "forward")  # type: ignore[operator]
+    assert "more than rounding" in stages.blame([rough, near], "forward")  # type: ignore[operator]
+    assert stages.blame([held, stage("loss", 1.0), near], "forward").endswith("pass and the loss")  # type: ignore[union-attr]
+    assert stages.blame([stage("loss", 1.0), stage("gradients", 1e9)]).endswith(stages.LOOK_AT["gradients"])  # type: ignore[union-attr]
 
 
 def test_a_stage_has_the_first_step_over_the_bar_or_else_the_worst() -> None:
@@ -692,7 +681,7 @@ def test_clean_runs_take_every_mutants_case_in_turn_every_tenth_in_low_precision
 
         return make
 
-    monkeypatch.setattr(mutate, "check", check)
+    monkeypatch.setattr(planting, "check", check)
 
     first, own = case("first"), case("own")
     listed = {
@@ -701,8 +690,7 @@ def test_clean_runs_take_every_mutants_case_in_turn_every_tenth_in_low_precision
         "c": Mutant("c", first, first),
         "d": Mutant("d", own, own, around=lambda: nullcontext()),
     }
-    monkeypatch.setattr("parity.mutants.MUTANTS", listed)
-    assert mutate.clean_runs(22, seed=100) == [*range(1, 23)]
+    assert planting.clean_runs([*listed.values()], 22, seed=100) == [*range(1, 23)]
     assert [case for case, _ in seen[:5]] == ["first", "own", "first", "own", "first"]
     assert made.count("first") == 1
     assert made.count("own") == 1 + 5
@@ -712,7 +700,7 @@ def test_clean_runs_take_every_mutants_case_in_turn_every_tenth_in_low_precision
     assert seen[9][1] == {"precision": "fp16", "steps": 9, "seed": 109}
     assert seen[19][1] == {"precision": "bf16", "steps": 8, "seed": 119}
     assert seen[18][1] == {"steps": 2, "seed": 118}
-    clean = mutate._CleanVerdicts()
+    clean = planting._CleanVerdicts()
     for name in "abcda":
         clean.of(listed[name], {"steps": 1})
     assert clean.runs == 3

@@ -9,9 +9,10 @@ import optax
 import pytest
 
 import jaxtrain
-from parity import AdamW, Case, randomness
+from parity import AdamW, Case
 from parity.cases import CASES, cnn_bn, gpt2, mlp
 from parity.run import check
+from parity.sides import randomness
 
 
 def faults(case: Case, **settings: object) -> str:

@@ -36,7 +36,7 @@ def test_plain():
 
 IN_FP8 = """
 import pytest
-from parity.mutants.fp8 import perceptron
+from tests.parity.mutants.fp8 import perceptron
 
 @pytest.mark.parity(precision=["fp8", "fp8_delayed", "fp64_fp8_delayed"], accumulate=2, steps=3)
 def test_held():

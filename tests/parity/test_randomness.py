@@ -18,12 +18,12 @@ from torch.nn import functional as F
 import jaxtrain
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import attention
-from parity import torch_side
 from parity.case import Case
 from parity.cases import bert, cnn_bn, gpt2, llama, mlp, t5, vit
 from parity.oracle.in_torch import InFloat64
-from parity.randomness import GivenMasks, dropout_mask_fn, dropout_masks, permute_masks
 from parity.run import check
+from parity.sides import torch_side
+from parity.sides.randomness import GivenMasks, dropout_mask_fn, dropout_masks, permute_masks
 
 KEY = jax.random.key(0)
 

@@ -15,11 +15,11 @@ from jaxtrain.optim import Call, complete_expression, parse_expression
 from jaxtrain.optim.expression import OPTIMIZERS
 from parity.cases.recipe import CHECKED, NAMED, WITHOUT_EFFECT, recipe_case
 from parity.cli import main
-from parity.examination import judge, program_of
-from parity.reference import live_reference
+from parity.compare.examination import judge, program_of
+from parity.compare.reference import live_reference
 from parity.run import examine
 from parity.settings import settings_of
-from parity.torch_optimizers import CLASSES, has_counterpart
+from parity.sides.torch_optimizers import CLASSES, has_counterpart
 from parity.weights import completed
 
 OTHER = {

@@ -15,8 +15,8 @@ import jaxtrain
 from jaxtrain.interop import NameTable, TorchParam
 from parity.case import AdamW, Case
 from parity.cases import llama
-from parity.one_sided import one_sided_selections
 from parity.run import examine
+from parity.unexercised.one_sided import one_sided_selections
 
 ROWS = WIDTH = 3
 
@@ -145,7 +145,7 @@ def test_a_program_that_cannot_be_traced_without_jit_is_left_out(caplog: pytest.
             raise ValueError("needs jit")
         return np.where(batch["place"] < 9, 1, 0)
 
-    with caplog.at_level("INFO", "parity.jax_selections"):
+    with caplog.at_level("INFO", "parity.unexercised.jax_selections"):
         assert one_sided_selections(case(ours=ours)) == []
     assert caplog.messages[0] == "selecting: not traced without jit: ValueError: needs jit"
 

@@ -20,11 +20,12 @@ import jaxtrain.step.loss_scale
 import jaxtrain.step.step
 from jaxtrain.passes import remat
 from jaxtrain.passes.policies import POLICIES
-from parity import jax_side, selftest
+from parity import selftest
 from parity.cli import main
 from parity.record import Record, Snapshot
 from parity.selftest import checkpoint, collectives, gpt2, products, step
 from parity.selftest.check_result import CheckResult
+from parity.sides import jax_side
 
 BLOCKED = """
 import sys

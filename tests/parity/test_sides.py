@@ -14,10 +14,10 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.models import MLP, functional
 from jaxtrain.models.mlp import torch_names
-from parity import jax_side, torch_side
 from parity.case import AdamW, Case
 from parity.cases.classification import images, loss_fn, torch_loss
 from parity.run import check
+from parity.sides import jax_side, torch_side
 
 
 def small(magnitude: float = 1.0) -> Case:

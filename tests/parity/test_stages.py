@@ -11,7 +11,7 @@ import torch
 from jaxtrain.models import BatchNorm
 from parity import Case, Optimizer
 from parity.cases import CASES, mlp
-from parity.stages import charge, stages
+from parity.explain.stages import blame, stages
 
 
 def named(case: Case, **settings: int) -> dict[str, float]:
@@ -21,7 +21,7 @@ def named(case: Case, **settings: int) -> dict[str, float]:
 @pytest.mark.parametrize("name", ["mlp", "cnn-bn", "gpt2"])
 def test_all_stages_of_a_correct_port_hold(name: str) -> None:
     found = stages(CASES[name](dropout=0.1), accumulate=2, steps=3)
-    assert charge(found) is None
+    assert blame(found) is None
     names = ["loss", "gradients", "clipped gradients", "optimizer state", "update"]
     assert [stage.name for stage in found] == [*names, "buffers"] if name == "cnn-bn" else names
 
@@ -72,7 +72,7 @@ def with_adam(case: Case, **options: float) -> Case:
     ],
 )
 def test_a_fault_is_attributed_to_its_stage(bug: Callable[[Case], Case], stage: str) -> None:
-    expected = charge(stages(bug(mlp.case(side=8, hidden=32)), steps=3))
+    expected = blame(stages(bug(mlp.case(side=8, hidden=32)), steps=3))
     assert expected is not None
     assert expected.startswith(f"{stage}: ")
 
@@ -84,13 +84,13 @@ def test_stages_after_a_fault_get_pytorchs_inputs(monkeypatch: pytest.MonkeyPatc
 
 
 def test_clipping_and_running_statistics_are_separate_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parity.stages.clip_grad_norm", lambda grads, bound: (grads, 0.0))
+    monkeypatch.setattr("parity.explain.stages.clip_grad_norm", lambda grads, bound: (grads, 0.0))
     clipped = dataclasses.replace(mlp.case(side=8, hidden=32), clip_norm=0.5)
-    assert str(charge(stages(clipped, steps=3))).startswith("clipped gradients: ")
+    assert str(blame(stages(clipped, steps=3))).startswith("clipped gradients: ")
     monkeypatch.undo()
     init = BatchNorm.__init__
     monkeypatch.setattr(BatchNorm, "__init__", lambda self, n, **kw: init(self, n, **{**kw, "momentum": 0.9}))
-    assert str(charge(stages(CASES["cnn-bn"](), steps=3))).startswith("buffers: ")
+    assert str(blame(stages(CASES["cnn-bn"](), steps=3))).startswith("buffers: ")
 
 
 def test_a_fault_is_reported_with_the_first_step_that_shows_it() -> None:

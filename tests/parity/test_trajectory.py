@@ -11,13 +11,13 @@ import torch
 
 import jaxtrain
 from jaxtrain.interop import NameTable, TorchParam
-from parity import torch_side
 from parity.bars import LAST_BAR
 from parity.case import Case
 from parity.cases import gpt2, mlp
+from parity.compare.trajectory import trajectory
 from parity.optimizer import AdamW, Optimizer
 from parity.run import check, examine
-from parity.trajectory import trajectory
+from parity.sides import torch_side
 
 CHAOTIC, STABLE = 1.5, 0.1
 """Learning rates. Gradient descent on w⁴/4 − w²/2 is the cubic map, which is chaotic beyond a rate of about 1.3."""

@@ -276,7 +276,7 @@ def test_models_that_agree_only_at_the_weights_are_not_proved() -> None:
         off = params["w4"] - jnp.asarray(start, params["w4"].dtype)
         return jaxtrain.Loss(loss.total + jnp.sum(off), loss.weight), metrics
 
-    from parity.torch_side import model_of
+    from parity.sides.torch_side import model_of
     from parity.weights.probe import random_weights
 
     start = random_weights(model_of(attention(ATTENTION_NAMES)), {"mix"})["mix"]

@@ -13,7 +13,7 @@ from jaxtrain import losses
 from jaxtrain.interop import AS_IS, LINEAR, NameTable, TorchParam
 from parity import AdamW, Case, check
 from parity.bars import FALSE_ALARM, RATIO_BAR, tensor_bar
-from parity.compare import TensorRatio, by_tensor, same_precision
+from parity.compare.verdict import TensorRatio, by_tensor, same_precision
 from parity.record import Record, Snapshot
 
 ROWS, WIDTH, CLASSES = 256, 128, 5

@@ -17,7 +17,7 @@ from torch.autograd import grad
 from jaxtrain import UserError
 from jaxtrain.torch_import import from_torch, load_imported
 from parity import check
-from parity.locate import locate
+from parity.explain.locate import locate
 from tests.torch_import.reference import Function, batch_of, compared
 
 

@@ -15,9 +15,9 @@ import jaxtrain as jt
 from jaxtrain import optim
 from parity import check
 from parity.bundle import record
+from parity.cases.example_batches import Example
 from parity.cli import main
-from parity.example_batches import Example
-from parity.locate import locate
+from parity.explain.locate import locate
 from parity.optimizer import ADAM_MOMENTS, Optimizer
 from tests.torch_import import bare
 

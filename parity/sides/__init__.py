@@ -1,0 +1,1 @@
+"""One training run in each framework, and what both share: dropout masks, optimizers, frozen parameters."""

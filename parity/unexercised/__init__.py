@@ -1,0 +1,1 @@
+"""What a check did not exercise, and so does not prove."""
