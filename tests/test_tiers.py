@@ -36,13 +36,23 @@ def test_a_quick_run_has_a_quick_case_of_each_promise_within_its_time() -> None:
     assert sum(SECONDS.get(name, SHORT / 3) for name in found) <= QUICK_SECONDS
 
 
-def test_a_change_runs_a_case_of_each_law_and_the_nearest_tests() -> None:
+def test_a_change_runs_a_case_of_each_promise_and_short_law_the_nearest_tests_and_longer_laws_in_turn() -> None:
     near = {"tests/c.py": 1, "jaxtrain/c.py": 0}
     found = chosen("change", of_promises=PROMISES, nearness=near)
     assert {function_of(name) for name in found} >= {test for tests in PROMISES.values() for test in tests}
     assert any(name.startswith("tests/c.py") for name in found)
     assert not any(name.startswith("tests/c.py") for name in chosen("change", of_promises=PROMISES, nearness={}))
     assert sum(SECONDS.get(name, SHORT / 3) for name in found) <= CHANGE_SECONDS
+    many = {f"tests/e.py::test_long_{i}": 90.0 for i in range(12)}
+    seconds = {**SECONDS, NEVER_MEASURED: None, **many}
+    items: Any = [SimpleNamespace(nodeid=name) for name in seconds]
+    named = {**PROMISES, "fourth": [*many]}
+    runs = [{x.nodeid for x in Choice(items, seconds, str(i)).change(named, {})} for i in range(20)]
+    assert all(0 < len(run & many.keys()) < len(many) for run in runs)
+    assert set().union(*runs) >= many.keys()
+    assert all(
+        function_of("tests/a.py::test_a") in map(function_of, run) and "tests/b.py::test_slow" in run for run in runs
+    )
 
 
 def test_the_cases_move_with_the_commit_until_all_were_seen() -> None:

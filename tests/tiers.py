@@ -4,8 +4,8 @@ A law is a test that a promise of docs/guarantees.md names, by itself or with al
 mark `law`. There are three tiers:
 
 - quick, of `pytest` alone: a quick case of each promise, and of as many laws as its time holds;
-- change, of continuous integration: a case of each law, the tests that are nearest to the last commits' changes by the
-  graph of imports, and further cases of laws, as its time holds;
+- change, of continuous integration: a quick case of each promise and of each law of a few seconds, the tests that are
+  nearest to the last commits' changes by the graph of imports, and as many of the longer laws as its time holds;
 - all: everything, for a nightly run.
 
 Which cases of a test they are, and which examples hypothesis draws, depends on the commit, so that all are seen within
@@ -33,11 +33,13 @@ from tests.touched import distances, git, in_last_commits
 
 ROOT = Path(__file__).parents[1]
 GUARANTEES, DURATIONS = ROOT / "docs" / "guarantees.md", ROOT / "tests" / "durations.json"
-QUICK_SECONDS, CHANGE_SECONDS, DIRECTORY_SECONDS = 150.0, 1000.0, 600.0
+QUICK_SECONDS, CHANGE_SECONDS, DIRECTORY_SECONDS = 150.0, 750.0, 600.0
 """Of all workers together, as durations.json counts them."""
-TOUCHED_SECONDS, LAW_SECONDS = 200.0, 100.0
+TOUCHED_SECONDS, LAW_SECONDS = 150.0, 100.0
 LONGEST_QUICK = 5.0
 """Seconds of the longest case that the quick tier runs, unless it is the only one of a promise."""
+LONGEST_CHANGE = 2.0
+"""Seconds of the longest case that the change tier runs in every commit, unless it is the only one of a promise."""
 LONG = 10.0
 """Seconds of a case that runs before shorter ones."""
 SHORT = 0.5
@@ -176,26 +178,32 @@ class Choice:
     def quick(self, of_promises: Mapping[str, Sequence[str]]) -> list[pytest.Item]:
         """Return a case of each promise, and of other laws."""
         laws = self._laws(of_promises)
-        needed = [self._quick([laws[test] for test in tests if test in laws]) for tests in of_promises.values()]
         others = [item for item in self._in_order(laws.values()) if self._seconds[item.nodeid] <= LONGEST_QUICK]
-        return self._within(QUICK_SECONDS, [x for x in needed if x is not None], others)
+        return self._within(QUICK_SECONDS, self._promised(of_promises, laws), others)
 
     def change(self, of_promises: Mapping[str, Sequence[str]], nearness: Mapping[str, int]) -> list[pytest.Item]:
-        """Return a case of each law, the tests whose files are nearest to a change, and further cases of laws."""
+        """Return a quick case of each promise and short law, the tests nearest to a change, and longer laws."""
         laws = self._laws(of_promises)
-        needed = [*laws.values()]
+        short = [item for item in laws.values() if self._seconds[item.nodeid] <= LONGEST_CHANGE]
+        needed = list({item.nodeid: item for item in (*self._promised(of_promises, laws), *short)}.values())
         near = [item for cases in self._cases.values() for item in cases if file_of(item.nodeid) in nearness]
         near = sorted(self._in_order(near), key=lambda item: nearness[file_of(item.nodeid)])
         left = CHANGE_SECONDS - sum(self._seconds[item.nodeid] for item in needed)
         touched = self._within(min(TOUCHED_SECONDS, left), (), near)
+        longer = self._in_order(laws.values())
         others = self._in_order(item for test in laws for item in self._cases[test])
-        return self._within(CHANGE_SECONDS, [*needed, *touched], others)
+        return self._within(CHANGE_SECONDS, [*needed, *touched], [*longer, *others])
 
     def directory(self, seconds: float) -> list[pytest.Item]:
         """Return a case of each test, and further ones while the seconds hold them."""
         needed = [self._quick(cases) for cases in self._cases.values()]
         others = self._in_order(item for cases in self._cases.values() for item in cases)
         return self._within(seconds, [x for x in needed if x is not None], others)
+
+    def _promised(self, of_promises: Mapping[str, Sequence[str]], laws: Mapping[str, pytest.Item]) -> list[pytest.Item]:
+        """Return a quick case of each promise."""
+        found = [self._quick([laws[test] for test in tests if test in laws]) for tests in of_promises.values()]
+        return [item for item in found if item is not None]
 
     def _laws(self, of_promises: Mapping[str, Sequence[str]]) -> dict[str, pytest.Item]:
         """Return a quick case of each law, by the test's name."""
