@@ -2,7 +2,8 @@
 
 The map of the package. Each line may import only from the lines above it (`tests/test_architecture.py`):
 
-    errors, fields, paths   user errors, types of settings, parameter paths and predicates on them
+    errors, fields, flags   user errors; types and bounds of settings; settings as flags of a command line
+    paths                   parameter paths and predicates on them
     interrupts              Ctrl-C that no callback drops
     records                 fields of files that nobody read
     user_cache              the user's cache folder

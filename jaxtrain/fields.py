@@ -1,4 +1,4 @@
-"""Validate the values of a dataclass against its field types: values read from a file may be anything.
+"""Validate the values of a dataclass against the types and bounds of its fields: values from a file may be anything.
 
 `beartype.door.is_bearable` (0.23.1) accepts NaN, and a bool as an int, and checks one element of a list. pydantic
 (2.14.3, strict, `allow_inf_nan=False`) accepts the same values, except also 1 as `Literal[True]`, but would be another
@@ -6,15 +6,137 @@ dependency of the core package, and its errors would have to be formatted as one
 """
 
 import dataclasses
+import functools
+import inspect
 import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from jaxtrain.errors import UserError
 
 T = TypeVar("T")
 
 _MAX_LENGTH = 60  # characters of a formatted value
+
+
+class Bound(NamedTuple):
+    """What a value must be: the metadata of a field's `Annotated` type.
+
+    Attributes:
+      holds: Whether a value is within the bound.
+      must: The bound in words, after "must".
+      remedy: What to use instead; "" if the bound says it.
+
+    Example:
+      >>> even = Bound(lambda x: x % 2 == 0, "be even", "add 1")
+      >>> even.error("width", 3), even.error("width", 4)
+      ('width must be even, got 3: add 1', None)
+    """
+
+    holds: Callable[[Any], bool]
+    must: str
+    remedy: str = ""
+
+    def error(self, name: str, value: Any) -> str | None:
+        """Return a message for a value that is out of bounds; None for others."""
+        if self.holds(value):
+            return None
+        return f"{name} must {self.must}, got {brief(value)}" + (f": {self.remedy}" if self.remedy else "")
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise `UserError` for a value that is out of bounds."""
+        if message := self.error(name, value):
+            raise UserError(message)
+
+
+def at_least(least: float, remedy: str = "") -> Bound:
+    """Return the bound of numbers that are not below `least`."""
+    return Bound(lambda x: bool(x >= least), f"be at least {least:,}", remedy)
+
+
+def at_most(most: float, remedy: str = "") -> Bound:
+    """Return the bound of numbers that are not above `most`."""
+    return Bound(lambda x: bool(x <= most), f"be at most {most:,}", remedy)
+
+
+# The smallest and largest normal numbers of float32.
+_SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+# Updates are counted in int32. Larger sizes of a model are mistakes, which would be traced or allocated.
+_MOST = at_most(2**31 - 1)
+
+Count = Annotated[int, at_least(1), _MOST]
+"""A number of updates, rows or files."""
+CountOrZero = Annotated[int, at_least(0), _MOST]
+"""The same, or none."""
+Width = Annotated[int, at_least(1), at_most(2**20)]
+"""A size of a model or a batch."""
+Depth = Annotated[int, at_least(1), at_most(1000)]
+"""A number of layers."""
+Share = Annotated[float, Bound(lambda x: 0 < x < 1, "be in (0, 1)")]
+"""A part of a whole."""
+Rate = Annotated[float, Bound(lambda x: 0 <= x < 1, "be in [0, 1)")]
+"""A probability of dropout, or a decay."""
+Positive = Annotated[float, Bound(lambda x: _SMALLEST <= x <= LARGEST, "be positive and representable in float32")]
+"""A number that float32, the precision of updates, does not round to 0 or inf."""
+NotNegative = Annotated[float, Bound(lambda x: 0 <= x <= LARGEST, "be at least 0 and representable in float32")]
+"""A number of at least 0."""
+
+
+def bounds(kind: type) -> dict[str, tuple[Bound, ...]]:
+    """Return the bounds of a dataclass's fields by name.
+
+    A field that a subclass defines again, with another default, keeps the bounds of its base unless it has its own.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass
+    ... class Sizes:
+    ...     width: Width
+    ...     rate: Rate | None = None
+    >>> [bound.must for bound in bounds(Sizes)["width"]]
+    ['be at least 1', 'be at most 1,048,576']
+    """
+    found: dict[str, tuple[Bound, ...]] = {}
+    for base in kind.__mro__:
+        found = {**_own_bounds(base), **found}
+    return found
+
+
+@functools.cache
+def _own_bounds(kind: type) -> dict[str, tuple[Bound, ...]]:
+    own = inspect.get_annotations(kind)
+    hints = get_type_hints(kind, include_extras=True) if own else {}
+    return {name: found for name in own if (found := _bounds_in(hints[name]))}
+
+
+def _bounds_in(hint: Any) -> tuple[Bound, ...]:
+    if get_origin(hint) is Annotated:
+        return tuple(x for x in hint.__metadata__ if isinstance(x, Bound))
+    if get_origin(hint) in (Union, types.UnionType):
+        return tuple(bound for part in get_args(hint) for bound in _bounds_in(part))
+    return ()
+
+
+def field_errors(values: Any) -> list[str]:
+    """Return a message for each field of a dataclass instance that has another type, or is out of bounds.
+
+    None, where a field may be None, is within all bounds of `Annotated[int, …] | None`.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass
+    ... class Sizes:
+    ...     width: Width
+    ...     rate: Rate | None = None
+    >>> field_errors(Sizes("8")) + field_errors(Sizes(0, 1.0)) + field_errors(Sizes(8))
+    ["width must be an int, got '8'", 'width must be at least 1, got 0', 'rate must be in [0, 1), got 1.0']
+    """
+    if wrong := type_errors(values):
+        return wrong
+    given = {name: getattr(values, name) for name in bounds(type(values)) if getattr(values, name, None) is not None}
+    found = bounds(type(values))
+    errors = (next(filter(None, (bound.error(name, x) for bound in found[name])), None) for name, x in given.items())
+    return [error for error in errors if error]
 
 
 def type_errors(values: Any) -> list[str]:
@@ -27,8 +149,8 @@ def type_errors(values: Any) -> list[str]:
     ... class Sizes:
     ...     width: int
     ...     rate: float | None = None
-    >>> type_errors(Sizes(8, 1)), type_errors(Sizes("8", float("nan")))
-    ([], ["width must be an int, got '8'", 'rate must be a finite float or None, got nan'])
+    >>> type_errors(Sizes(8, 1)) + type_errors(Sizes("8", float("nan")))
+    ["width must be an int, got '8'", 'rate must be a finite float or None, got nan']
     """
     hints = get_type_hints(type(values))
     by_name = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}

@@ -17,6 +17,7 @@ ORDER = (
     *(
         "errors",
         "fields",
+        "flags",
         "paths",
         "interrupts",
         "records",

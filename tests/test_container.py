@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from jaxtrain.cli.flags import parse_known, recipe_name
+from jaxtrain.cli.flags import recipe_name
 from jaxtrain.cli.train import Train, parse_recipe
+from jaxtrain.flags import parse_known
 from jaxtrain.recipes import RECIPES
 
 ROOT = Path(__file__).parent.parent

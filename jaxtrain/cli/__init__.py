@@ -50,7 +50,6 @@ _RUN_PACKAGES = frozenset(
         "safetensors",
         "tensorboardX",
         "tensorstore",
-        "tyro",
     }
 )
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxtrain.cli import nearest
-from jaxtrain.cli.flags import parse
 from jaxtrain.data import tokenizer
 from jaxtrain.data.corpus import SHARD_TOKENS, TOKENIZER, tokenize_corpus
 from jaxtrain.data.finetuning import write_stdlib_pairs
 from jaxtrain.errors import UserError
+from jaxtrain.flags import parse
 
 _PAIRS = "jaxtrain data stdlib-pairs [--out DIR]"
 _TOKENIZE = "jaxtrain data tokenize CORPUS… [--tokenizer FILE] [--out DIR]"
@@ -55,7 +55,7 @@ def main(args: list[str]) -> int:
     usage = f"{_PAIRS} or {_TOKENIZE}"
     if args and args[0] in ("-h", "--help"):
         for command in commands.values():
-            with contextlib.suppress(SystemExit):  # tyro exits after printing help
+            with contextlib.suppress(SystemExit):  # printing the help exits
                 command(["--help"])
         return 0
     if not args or args[0].startswith("-"):

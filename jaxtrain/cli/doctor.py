@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.text import Text
 
-from jaxtrain.cli.flags import parse
+from jaxtrain.flags import parse
 
 MARKS = {"fine": ("✓", "green"), "note": ("·", "yellow"), "problem": ("✗", "bold red")}
 

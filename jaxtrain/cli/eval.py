@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxtrain.cli.flags import parse, run_folder_argument
+from jaxtrain.cli.flags import run_folder_argument
 from jaxtrain.errors import UserError, escape_unprintable
+from jaxtrain.flags import parse
 from jaxtrain.folder_files import make_folder, new_file, write_file
 from jaxtrain.observe import error_summary, log_error_analysis, write_error_page
 from jaxtrain.run import Media, Recipe, Task, split_media

@@ -10,9 +10,10 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxtrain.cli.flags import parse_with_recipe, recipe_name
+from jaxtrain.cli.flags import recipe_name
 from jaxtrain.cost import find_target, gpu_devices
 from jaxtrain.distributed import make_mesh, parse_mesh, shard
+from jaxtrain.flags import parse_both
 from jaxtrain.passes.pipeline import PREDICTED_FOR
 from jaxtrain.planning import virtual_devices
 from jaxtrain.recipes import named_recipe
@@ -35,13 +36,13 @@ def main(args: list[str]) -> int:
     """Parse and print."""
     name, flags = recipe_name(args)
     usage = f"jaxtrain explain {name}"
-    parsed = parse_with_recipe(ExplainOptions(), named_recipe(name), flags, usage, ExplainOptions.__doc__)
-    phases = passes_of(parsed.recipe, parsed.options.device)
-    if parsed.options.json:
+    options, recipe = parse_both(ExplainOptions(), named_recipe(name), flags, usage, ExplainOptions.__doc__)
+    phases = passes_of(recipe, options.device)
+    if options.json:
         sys.stdout.write(json.dumps([_values(phase) for phase in phases], indent=2) + "\n")
         return 0
-    device = parsed.options.device or jax.default_backend()
-    settings = [name, parsed.recipe.precision, device, *([parsed.recipe.mesh] if parsed.recipe.mesh else [])]
+    device = options.device or jax.default_backend()
+    settings = [name, recipe.precision, device, *([recipe.mesh] if recipe.mesh else [])]
     console = Console(highlight=False)
     console.print(" · ".join(settings), markup=False)
     for phase in phases:

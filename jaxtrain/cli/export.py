@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from jaxtrain.cli.flags import parse, run_folder_argument
+from jaxtrain.cli.flags import run_folder_argument
 from jaxtrain.data.finetuning import ModelTokenizer
 from jaxtrain.errors import UserError, escape_unprintable
 from jaxtrain.export import huggingface, onnx, stablehlo, torch_run
@@ -22,6 +22,7 @@ from jaxtrain.export.model_card import ModelCard, auto_class
 from jaxtrain.export.predict import predict_inference
 from jaxtrain.export.transformers_logits import missing_packages, transformers_logits
 from jaxtrain.export.verify import ALIKE, Trial, Verification, make_trials, verify
+from jaxtrain.flags import parse
 from jaxtrain.models import stored_dtype
 from jaxtrain.run import Input, Recipe, Task
 from jaxtrain.run_folder import RunFolder

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.cli.flags import parse
 from jaxtrain.errors import UserError
+from jaxtrain.flags import parse
 from jaxtrain.torch_import import from_torch
 from jaxtrain.user_file import import_file
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
-from jaxtrain.cli.flags import check_recipe_name, parse_known, parse_with_recipe
+from jaxtrain.cli.flags import check_recipe_name
 from jaxtrain.errors import UserError
+from jaxtrain.flags import Flag, parse_both, parse_known
 from jaxtrain.interop import OPTIMIZER_CLASSES, TorchRun, read_torch, torch_run, write_metadata
 from jaxtrain.optim import Call, format_expression, parse_expression
 from jaxtrain.recipes import RECIPES, named_recipe
@@ -23,7 +22,7 @@ COMMAND = "jaxtrain import-torch CKPT --model RECIPE"
 class Import:
     """Continue a PyTorch run."""
 
-    model: Annotated[str | None, tyro.conf.arg(metavar="RECIPE")] = None
+    model: Annotated[str | None, Flag(metavar="RECIPE")] = None
     """The recipe whose model the checkpoint holds."""
     out: Path | None = None
     """The run's folder; runs/RECIPE by default."""
@@ -81,7 +80,7 @@ def _parse(args: list[str]) -> tuple[Path, str, Import, Recipe, set[str]]:
         raise UserError(f"--model is required: {COMMAND}, one of {', '.join(RECIPES)}, or FILE.py::NAME")
     name = check_recipe_name(name)
     prog = f"jaxtrain import-torch CKPT --model {name}"
-    recipe = parse_with_recipe(options, named_recipe(name), rest, prog, Import.__doc__).recipe
+    _, recipe = parse_both(options, named_recipe(name), rest, prog, Import.__doc__)
     explicit = {flag.partition("=")[0].lstrip("-").replace("-", "_") for flag in rest if flag.startswith("--")}
     return path, name, options, recipe, explicit
 

@@ -10,19 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from jaxtrain.cli.flags import parse
 from jaxtrain.cli.processes import Ended, Processes
 from jaxtrain.debug import PLUGINS, installed_versions
 from jaxtrain.errors import UserError
+from jaxtrain.flags import Flag, parse
 
 
 @dataclass(frozen=True)
 class Launch:
     """Run the command after --, `jaxtrain train …`, in several cooperating processes on this machine."""
 
-    processes: Annotated[str, tyro.conf.arg(aliases=["-n"], metavar="N|MIN:MAX")] = "0"
+    processes: Annotated[str, Flag(short="-n", metavar="N|MIN:MAX")] = "0"
     """Number of processes; with MIN:MAX, a restart continues without a process that was killed, down to MIN."""
     max_restarts: int = 0
     """Restart all processes, from the last checkpoint, at most this often after one has failed."""

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from jaxtrain.cli.flags import check_recipe_name, parse
+from jaxtrain.cli.flags import check_recipe_name
 from jaxtrain.errors import UserError
+from jaxtrain.flags import Flag, parse
 from jaxtrain.recipes import RECIPES, starter
 from jaxtrain.run import is_reference
 
@@ -18,7 +17,7 @@ from jaxtrain.run import is_reference
 class New:
     """Write the file of a recipe to edit: a small complete run, or a copy of a built-in recipe."""
 
-    from_: Annotated[str | None, tyro.conf.arg(name="from", metavar="RECIPE")] = None
+    from_: Annotated[str | None, Flag(name="from", metavar="RECIPE")] = None
     """The built-in recipe to copy."""
 
 

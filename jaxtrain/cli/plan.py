@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.cli.compilation_cache import enable_compilation_cache
-from jaxtrain.cli.flags import parse_with_recipe, recipe_name
+from jaxtrain.cli.flags import recipe_name
 from jaxtrain.cli.plan_gpu import plan_for_gpu
 from jaxtrain.cli.plan_nodes import Nodes, plan_for_nodes
 from jaxtrain.cli.progress import show_progress
@@ -30,6 +30,7 @@ from jaxtrain.cli.state_table import state_table
 from jaxtrain.cost import ceilings, device_memory, find_gpu, format_bytes, parse_bandwidth, parse_bytes
 from jaxtrain.distributed import parse_mesh, sequence_parallel_size
 from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.flags import parse_both
 from jaxtrain.planning import (
     MAX_DEVICES,
     Candidate,
@@ -74,8 +75,7 @@ class PlanOptions:
 def main(args: list[str]) -> int:
     """Parse, compile, print."""
     name, flags = recipe_name(args)
-    parsed = parse_with_recipe(PlanOptions(), named_recipe(name), flags, f"jaxtrain plan {name}", PlanOptions.__doc__)
-    options, recipe = parsed.options, parsed.recipe
+    options, recipe = parse_both(PlanOptions(), named_recipe(name), flags, f"jaxtrain plan {name}", PlanOptions.__doc__)
     if options.nodes is not None:
         where = Nodes(options.nodes, options.device, options.bandwidth, options.memory)
         return plan_for_nodes(name, recipe, where, options.picture, options.json)

@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.cli.compilation_cache import enable_compilation_cache
-from jaxtrain.cli.flags import parse, run_folder_argument
+from jaxtrain.cli.flags import run_folder_argument
 from jaxtrain.cost import ceilings, known_ceilings
 from jaxtrain.distributed import run_devices
 from jaxtrain.errors import UserError, escape_unprintable
+from jaxtrain.flags import parse
 from jaxtrain.profile import INPUT, Row, StepTrace, current_source_lines, estimate_table, newest_trace, time_table
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import Checkpoints, Unsaved, build_training, read_recipe, saved_steps

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.cli.flags import parse
 from jaxtrain.data.loader import Batch
 from jaxtrain.debug import NonfiniteTracer, NonfiniteValue, TracedValue
 from jaxtrain.distributed import bypass_compilation_cache, data_parallel_size, parse_mesh, run_mesh
 from jaxtrain.errors import UserError, escape_unprintable
+from jaxtrain.flags import parse
 from jaxtrain.observe import read_metrics
 from jaxtrain.paths import path_name
 from jaxtrain.run import Recipe, task_batches

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from jaxtrain.cli.flags import optional_value, parse
 from jaxtrain.errors import UserError, escape_unprintable
+from jaxtrain.flags import Flag, parse
 from jaxtrain.observe import HOST, read_record, render_report, report_server, write_report
 from jaxtrain.run_folder import RunFolder
 
@@ -20,7 +20,7 @@ class Report:
 
     out: Path | None = None
     """The page; DIR/report.html by default, or comparison.html in the current folder for several runs."""
-    serve: Annotated[int | None, optional_value(int, lambda: PORT, "[PORT]")] = None
+    serve: Annotated[int | None, Flag(metavar="PORT", bare=lambda: PORT)] = None
     """Serve the page to a browser on this machine and update it while the runs continue, instead of writing it."""
 
 

@@ -11,8 +11,9 @@ from typing import Any
 from rich.console import Console
 
 from jaxtrain.cli.conversation import message, print_chunks, talk
-from jaxtrain.cli.flags import parse, run_folder_argument
+from jaxtrain.cli.flags import run_folder_argument
 from jaxtrain.errors import UserError
+from jaxtrain.flags import parse
 from jaxtrain.run import Recipe, Task
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_params, restore_state, state_shapes, training_step

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 import jaxtrain
 from jaxtrain.cli.compilation_cache import enable_compilation_cache
-from jaxtrain.cli.flags import optional_value, parse_known, parse_with_recipe, recipe_name
+from jaxtrain.cli.flags import recipe_name
 from jaxtrain.cli.profile import print_time_table
 from jaxtrain.cost import device_memory, format_bytes
 from jaxtrain.distributed import describe_devices, processes
 from jaxtrain.errors import UserError
+from jaxtrain.flags import Flag, parse_both, parse_known
 from jaxtrain.observe import (
     Console,
     JsonConsole,
@@ -41,35 +40,29 @@ from jaxtrain.run_folder import (
 from jaxtrain.runner import check_free, check_resumed, check_settings, run_training, stored_recipe, write_end
 
 
-def _auto(value: str) -> str:
-    if value != "auto":
-        raise ValueError(f"invalid choice {value!r}, expected 'auto' or no value")
-    return value
-
-
 @dataclass(frozen=True)
 class Train:
     """Options of `jaxtrain train` besides the recipe's fields."""
 
     out: Path | None = None
     """The run's folder; runs/RECIPE by default."""
-    resume: Annotated[bool | Literal["auto"], optional_value(_auto, lambda: True, "[auto]")] = False
+    resume: Annotated[bool | Literal["auto"], Flag(metavar="auto", bare=lambda: True, choices=("auto",))] = False
     """Continue the run in the folder from its newest checkpoint; auto: start it if there is none."""
-    from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    from_: Annotated[Path | None, Flag(name="from")] = None
     """Repeat the run of this config.json; other flags override its settings."""
-    micro_batch: Annotated[Literal["auto"] | None, tyro.conf.arg(metavar="auto")] = None
+    micro_batch: Annotated[Literal["auto"] | None, Flag(metavar="auto")] = None
     """Choose --accumulate and --remat of a new run as jaxtrain plan does."""
-    profile: Annotated[str | None, tyro.conf.arg(metavar="A:B")] = None
+    profile: Annotated[str | None, Flag(metavar="A:B")] = None
     """Trace steps A to B - 1 into the run's profile/ and print where their time goes."""
     show_data: bool = False
     """Print training examples as the model reads them, and train nothing."""
     quiet: bool = False
     """Print only warnings, to standard error."""
-    json_: Annotated[bool, tyro.conf.arg(name="json")] = False
+    json_: Annotated[bool, Flag(name="json")] = False
     """Print one JSON object per event and line."""
-    wandb: Annotated[str | None, optional_value(str, lambda: "jaxtrain", "[PROJECT]")] = None
+    wandb: Annotated[str | None, Flag(metavar="PROJECT", bare=lambda: "jaxtrain")] = None
     """Also report the run to Weights & Biases, to project jaxtrain by default."""
-    mlflow: Annotated[str | None, optional_value(str, lambda: _mlflow_uri(), "[URI]")] = None
+    mlflow: Annotated[str | None, Flag(metavar="URI", bare=lambda: _mlflow_uri())] = None
     """Also report the run to MLflow, to MLFLOW_TRACKING_URI or sqlite:///mlflow.db by default."""
 
 
@@ -138,7 +131,7 @@ def _train(args: list[str]) -> int:
 
 def parse_recipe(recipe: Recipe, name: str, options: Train, flags: list[str]) -> Recipe:
     """Return `recipe` with the fields replaced that `flags` sets. --help prints the flags of both and exits."""
-    return parse_with_recipe(options, recipe, flags, f"jaxtrain train {name}", inspect.getdoc(type(recipe))).recipe
+    return parse_both(options, recipe, flags, f"jaxtrain train {name}", inspect.getdoc(type(recipe)))[1]
 
 
 def _show_data(name: str, recipe: Recipe) -> int:

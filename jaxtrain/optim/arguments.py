@@ -1,4 +1,4 @@
-"""Checks of an optimizer's arguments: PyTorch's names, values of other types, and PyTorch's bounds."""
+"""Checks of the arguments of optimizers and schedules: PyTorch's names, values of other types, and PyTorch's bounds."""
 
 import functools
 import inspect
@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
+from jaxtrain.fields import Bound, at_least, at_most, brief
 from jaxtrain.optim.complex_parameters import with_complex
 from jaxtrain.optim.gradient import Mask
 
@@ -23,19 +24,48 @@ PYTORCH_ARGUMENTS = {
 }
 """Arguments of PyTorch's optimizers that do not exist here, and what to do instead."""
 
-_NOT_NEGATIVE = (
-    *("learning_rate", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value", "momentum_decay"),
-    "rmsprop.alpha",
-)
-_BOUNDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    **dict.fromkeys(_NOT_NEGATIVE, ("at least 0", lambda x: x >= 0)),
-    **dict.fromkeys(("b1", "b2"), ("in [0, 1)", lambda x: 0 <= x < 1)),
-    "rho": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "d": ("at least 1", lambda x: x >= 1),
-    "beta2_decay": ("at most 0", lambda x: x <= 0),
-    "ns_steps": ("below 100", lambda x: x < 100),
+_AT_LEAST_0 = at_least(0)
+_IN_0_1 = Bound(lambda x: bool(0 <= x < 1), "be in [0, 1)")
+_UPDATES = Bound(lambda x: isinstance(x, int | np.integer) and bool(x >= 1), "be a number of updates, at least 1")
+_BOUNDS: dict[str, Bound] = {
+    # Of the constructors in torch.optim.
+    **dict.fromkeys(("learning_rate", "eps", "weight_decay", "momentum", "lr_decay", "momentum_decay"), _AT_LEAST_0),
+    **dict.fromkeys(("initial_accumulator_value", "rmsprop.alpha"), _AT_LEAST_0),
+    **dict.fromkeys(("b1", "b2"), _IN_0_1),
+    "rho": Bound(lambda x: bool(0 <= x <= 1), "be in [0, 1]"),
+    "d": at_least(1),
+    "beta2_decay": at_most(0),
+    "ns_steps": Bound(lambda x: bool(x < 100), "be below 100"),
+    # Of schedules.
+    **dict.fromkeys(("lr", "max_lr", "base_lr", "eta_min", "final_lr", "min_lr"), _AT_LEAST_0),
+    **dict.fromkeys(
+        ("warmup_steps", "stable_steps", "decay_steps", "total_iters", "patience", "cooldown"), _AT_LEAST_0
+    ),
+    **dict.fromkeys(("step_size", "t_max", "t_0", "t_mult", "total_steps", "step_size_up", "step_size_down"), _UPDATES),
 }
-"""Bounds that the constructors in `torch.optim` check, by argument, or by optimizer and argument."""
+"""Bounds by argument, or by function and argument."""
+
+
+def bounded(function: _F) -> _F:
+    """Raise `UserError` for arguments of a schedule that are out of bounds.
+
+    >>> @bounded
+    ... def step_lr(lr, step_size): return lambda t: lr * 0.1 ** (t // step_size)
+    >>> try:
+    ...     step_lr(0.1, 0)
+    ... except UserError as error:
+    ...     print(error)
+    step_size of step_lr must be a number of updates, at least 1, got 0
+    """
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
+            _check_bounds(function.__name__, name, value)
+        return function(*args, **kwargs)
+
+    return cast(_F, build)
 
 
 def optimizer(factory: _F) -> _F:
@@ -92,9 +122,8 @@ def _check_bounds(function: str, name: str, value: Any) -> None:
     bound = _BOUNDS.get(name, _BOUNDS.get(f"{function}.{name}"))
     if bound is None:
         return
-    text, holds = bound
     for number in value if isinstance(value, tuple) else (value,):
         # A traced number has no value yet.
         is_known = isinstance(number, int | float | np.number | np.ndarray | jax.Array)
-        if is_known and not isinstance(number, jax.core.Tracer) and np.ndim(number) == 0 and not holds(number):
-            raise UserError(f"{name} of {function} must be {text}, got {value}: change it")
+        if is_known and not isinstance(number, jax.core.Tracer) and np.ndim(number) == 0 and not bound.holds(number):
+            raise UserError(f"{name} of {function} must {bound.must}, got {brief(value)}")

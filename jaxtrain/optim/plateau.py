@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.errors import UserError
+from jaxtrain.optim.arguments import bounded
 from jaxtrain.step import descend
 
 
@@ -32,6 +33,7 @@ class PlateauState(NamedTuple):
     cooldown: jax.Array
 
 
+@bounded
 def reduce_lr_on_plateau(
     learning_rate: float,
     mode: str = "min",

@@ -9,6 +9,7 @@ from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.data import Tokenizer
+from jaxtrain.fields import Depth, Rate, Width
 from jaxtrain.models import Bert, BertConfig
 from jaxtrain.run import Input, Signature
 
@@ -19,13 +20,13 @@ class EncoderRecipe(jt.Recipe):
 
     data: Path | None = None
     """Path of your own data, instead of the recipe's."""
-    num_hidden_layers: int = 2
+    num_hidden_layers: Depth = 2
     """Number of transformer blocks."""
-    hidden_size: int = 128
+    hidden_size: Width = 128
     """Width of the hidden states."""
-    num_attention_heads: int = 4
+    num_attention_heads: Width = 4
     """Number of attention heads."""
-    dropout: float = 0.0
+    dropout: Rate = 0.0
     """Dropout rate of embeddings, attention and residuals."""
     tokenizer: Path | None = None
     """Path of a tokenizer.json; without one, tokens are bytes."""

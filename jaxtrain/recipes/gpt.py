@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from flax import nnx
 
 import jaxtrain as jt
+from jaxtrain.fields import Depth, Rate, Width
 from jaxtrain.models import GPT2, GPT2Config, gpt2
 from jaxtrain.recipes.language import LanguageRecipe
 
@@ -15,13 +16,13 @@ class GPTRecipe(LanguageRecipe):
     """A byte-level GPT-2 on the source of Python's standard library, or on --data: a FILE_OR_FOLDER of text, a TABLE
     (Parquet, Arrow, a saved dataset), or FOLDERs of tokens that `jaxtrain data tokenize` wrote."""
 
-    n_layer: int = 4
+    n_layer: Depth = 4
     """Number of transformer blocks."""
-    n_embd: int = 128
+    n_embd: Width = 128
     """Width of the hidden states."""
-    n_head: int = 4
+    n_head: Width = 4
     """Number of attention heads."""
-    dropout: float = 0.0
+    dropout: Rate = 0.0
     """Dropout rate of embeddings, attention and residuals."""
 
     def model(self, vocab_size: int) -> GPT2:

@@ -10,6 +10,7 @@ from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.data import Arrays, ImageFolder, check_labels, pixels, split_images, unigram_entropy
+from jaxtrain.fields import Width
 from jaxtrain.models import CNN, MLP, cnn, functional, mlp
 from jaxtrain.run import Input, Signature, row_weights
 
@@ -24,7 +25,7 @@ class ImageRecipe(jt.Recipe):
     batch_size: int = 64
     lr: float = 3e-3
     weight_decay: float = 0.01
-    classes: int = 10
+    classes: Width = 10
     """Number of classes; labels are 0 to classes - 1."""
 
     def model(self, shape: tuple[int, ...]) -> nnx.Module:
@@ -87,7 +88,7 @@ def predictions(logits: Any, batch: Any) -> jt.Predictions:
 class MLPRecipe(ImageRecipe):
     """A multilayer perceptron on scikit-learn's 8×8 digits, or on --data FILE.npz or FOLDER_OF_CLASSES."""
 
-    hidden: int = 512
+    hidden: Width = 512
     """Width of the hidden layer."""
 
     def model(self, shape: tuple[int, ...]) -> MLP:
@@ -103,7 +104,7 @@ class MLPRecipe(ImageRecipe):
 class CNNRecipe(ImageRecipe):
     """A small CNN on scikit-learn's 8×8 digits, or on --data FILE.npz or FOLDER_OF_CLASSES."""
 
-    width: int = 16
+    width: Width = 16
     """Output channels of the convolution."""
 
     def model(self, shape: tuple[int, ...]) -> CNN:

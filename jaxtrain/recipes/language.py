@@ -12,6 +12,7 @@ from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.data import language_rows, replace_unprintable, tokenizer
+from jaxtrain.fields import Width
 from jaxtrain.models import Sampling, functional, stream, stream_text
 from jaxtrain.run import Input, Signature, row_weights
 
@@ -30,7 +31,7 @@ class LanguageRecipe(jt.Recipe):
     steps: int = 600
     batch_size: int = 16
     lr: float = 4e-3
-    seq_len: int = 128
+    seq_len: Width = 128
     """Context length in tokens; bytes without a tokenizer."""
     packing: bool = False
     """Pack whole texts into rows, without attention between them, instead of windows; always on for tables."""
@@ -38,7 +39,7 @@ class LanguageRecipe(jt.Recipe):
     """Path of a tokenizer.json; without one, tokens are bytes."""
     text_column: str = "text"
     """Text column, when --data is a table."""
-    eval_sequences: int = 128
+    eval_sequences: Width = 128
     """Number of validation sequences per evaluation."""
 
     def model(self, vocab_size: int) -> nnx.Module:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from flax import nnx
 
 import jaxtrain as jt
+from jaxtrain.fields import Depth, Width
 from jaxtrain.models import Llama, LlamaConfig, llama
 from jaxtrain.recipes.language import LanguageRecipe
 
@@ -15,15 +16,15 @@ class LlamaRecipe(LanguageRecipe):
     """A byte-level Llama on the source of Python's standard library, or on --data: a FILE_OR_FOLDER of text, a TABLE
     (Parquet, Arrow, a saved dataset), or FOLDERs of tokens that `jaxtrain data tokenize` wrote."""
 
-    num_hidden_layers: int = 4
+    num_hidden_layers: Depth = 4
     """Number of transformer blocks."""
-    hidden_size: int = 128
+    hidden_size: Width = 128
     """Width of the hidden states."""
-    intermediate_size: int = 352
+    intermediate_size: Width = 352
     """Width of the MLP's hidden layer."""
-    num_attention_heads: int = 4
+    num_attention_heads: Width = 4
     """Number of query heads."""
-    num_key_value_heads: int = 2
+    num_key_value_heads: Width = 2
     """Number of key and value heads, each shared by the same number of query heads."""
 
     def model(self, vocab_size: int) -> Llama:

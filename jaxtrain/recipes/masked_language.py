@@ -23,6 +23,7 @@ from jaxtrain.data import (
     tokenizer,
     unigram_entropy,
 )
+from jaxtrain.fields import Share, Width
 from jaxtrain.losses import mask_tokens
 from jaxtrain.models import bert, functional
 from jaxtrain.recipes.encoder import EncoderRecipe, signature
@@ -39,11 +40,11 @@ class MaskedLanguageRecipe(EncoderRecipe):
     lr: float = 3e-3
     warmup_steps: int = 100
     eval_every: int = 100
-    seq_len: int = 32
+    seq_len: Width = 32
     """Sequence length in tokens; positions are learned faster on short sequences."""
-    masked: float = 0.15
+    masked: Share = 0.15
     """Probability that a token is masked and predicted."""
-    eval_sequences: int = 512
+    eval_sequences: Width = 512
     """Number of validation sequences per evaluation."""
 
     def task(self) -> jt.Task:

@@ -1,13 +1,14 @@
 """Image classification with running statistics: a ResNet with BatchNorm."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.data import pixels
 from jaxtrain.distributed import data_parallel_size, run_mesh_sizes
+from jaxtrain.fields import Width, at_least, at_most
 from jaxtrain.models import ResNet, ResNetConfig, functional_with_state, resnet, set_batch_norm_groups
 from jaxtrain.recipes.image import ImageRecipe, predictions
 
@@ -16,9 +17,9 @@ from jaxtrain.recipes.image import ImageRecipe, predictions
 class ResNetRecipe(ImageRecipe):
     """A ResNet with BatchNorm on scikit-learn's 8×8 digits, or on --data FILE.npz or FOLDER_OF_CLASSES."""
 
-    depth: int = 1
+    depth: Annotated[int, at_least(1), at_most(100)] = 1
     """Residual blocks, of two convolutions each, in each of the two stages."""
-    width: int = 32
+    width: Width = 32
     """Channels of the first stage; the second stage has twice as many."""
     batch_norm: Literal["sync", "device"] = "sync"
     """BatchNorm statistics over all rows of a micro-batch, or per device of a mesh as in PyTorch's DDP."""

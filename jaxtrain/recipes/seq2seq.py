@@ -22,6 +22,7 @@ from jaxtrain.data import (
     tokenizer,
     unigram_entropy,
 )
+from jaxtrain.fields import Width
 from jaxtrain.models import T5, functional, generate_texts, t5
 from jaxtrain.run import Input, Signature, row_weights
 
@@ -37,9 +38,9 @@ class Seq2SeqRecipe(jt.Recipe):
     lr: float = 3e-3
     weight_decay: float = 0.01
     eval_every: int = 100
-    source_len: int = 32
+    source_len: Width = 32
     """Maximum length of a source in tokens, including the end token."""
-    target_len: int = 11
+    target_len: Width = 11
     """Maximum length of a target in tokens, including the end token."""
     tokenizer: Path | None = None
     """Path of a tokenizer.json; without one, tokens are bytes."""
@@ -47,7 +48,7 @@ class Seq2SeqRecipe(jt.Recipe):
     """Column of the sources, when --data is a table."""
     target_column: str = "target"
     """Column of the targets, when --data is a table."""
-    eval_pairs: int = 1024
+    eval_pairs: Width = 1024
     """Number of validation pairs per evaluation."""
 
     def model(self, texts: Tokenizer) -> T5:

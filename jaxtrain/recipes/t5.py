@@ -6,6 +6,7 @@ from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.data import Tokenizer
+from jaxtrain.fields import Depth, Rate, Width
 from jaxtrain.models import T5, T5Config
 from jaxtrain.recipes.seq2seq import Seq2SeqRecipe
 
@@ -15,13 +16,13 @@ class T5Recipe(Seq2SeqRecipe):
     """A T5 that converts written dates to ISO 8601, or trains on pairs of texts from --data TABLE (Parquet, Arrow, a
     saved dataset)."""
 
-    num_layers: int = 2
+    num_layers: Depth = 2
     """Number of blocks of the encoder, and of the decoder."""
-    d_model: int = 64
+    d_model: Width = 64
     """Width of the hidden states."""
-    num_heads: int = 4
+    num_heads: Width = 4
     """Number of attention heads."""
-    dropout: float = 0.0
+    dropout: Rate = 0.0
     """Dropout rate, at every place where T5 applies dropout."""
 
     def model(self, texts: Tokenizer) -> T5:

@@ -24,6 +24,7 @@ from jaxtrain.data import (
     subsample,
     tokenizer,
 )
+from jaxtrain.fields import Width
 from jaxtrain.models import bert, functional
 from jaxtrain.recipes.encoder import EncoderRecipe, signature
 from jaxtrain.run import row_weights
@@ -38,11 +39,11 @@ class TextClassificationRecipe(EncoderRecipe):
     batch_size: int = 32
     lr: float = 1e-3
     eval_every: int = 100
-    seq_len: int = 62
+    seq_len: Width = 62
     """Number of tokens read of a text, without the start and end tokens."""
     label_column: str = "label"
     """Label column, numbers or text, when --data is a table."""
-    eval_texts: int = 1024
+    eval_texts: Width = 1024
     """Number of validation texts per evaluation."""
 
     def task(self) -> jt.Task:

@@ -1,12 +1,14 @@
 """The settings of a training run."""
 
 import inspect
+import threading
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import optax
 
 from jaxtrain.errors import UserError
+from jaxtrain.fields import LARGEST, Bound, Count, CountOrZero, NotNegative, Positive, Rate
 from jaxtrain.run.task import Task
 
 Precision = Literal[
@@ -24,6 +26,10 @@ Precision = Literal[
     "fp8_block",
 ]
 """The precisions of a run."""
+
+_DECAY = Bound(lambda x: 0 <= x < 1, "be in [0, 1)", "0.999 averages about the last 1000 updates")
+_SPIKE = Bound(lambda x: 1 < x <= LARGEST, "be > 1, for example 10")
+_STALL = Bound(lambda x: 0 <= x <= threading.TIMEOUT_MAX, "be at least 0", "0 never warns")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +61,13 @@ class Recipe:
       {'w': Array([0., 0.], dtype=float32)}
     """
 
-    steps: int = 1000
+    steps: Count = 1000
     """Number of optimizer updates."""
-    batch_size: int = 32
+    batch_size: Count = 32
     """Examples (sequences, images) per update, over all its micro-batches."""
-    lr: float = 1e-3
+    lr: Positive = 1e-3
     """Peak learning rate."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Number of micro-batches per update, processed one after another to save memory."""
     precision: Precision = "fp32"
     """Dtype of matrix products and convolutions, and with bf16_compute and bf16_params of all activations; parameters
@@ -78,7 +84,7 @@ class Recipe:
     reshard_after: Literal["forward", "window"] = "forward"
     """Along fsdp, how long a device keeps gathered parameters: for a layer's forward pass, and again for its backward
     pass, or for all micro-batches of an update."""
-    pipeline_chunks: int = 1
+    pipeline_chunks: Count = 1
     """Along pipeline, the chunks of layers of a device: more shorten the bubble, and communicate more."""
     remat: str = "none"
     """Rematerialization of blocks: none, full, or all but dots, dots_no_batch, names:A,B or offload:A,B."""
@@ -88,55 +94,55 @@ class Recipe:
     """Optimizer of jaxtrain.optim, with or without arguments, such as "sgd(momentum=0.9)"."""
     schedule: str = "warmup-cosine"
     """warmup-cosine, wsd, onecycle, linear, constant, or a PyTorch schedule such as "step_lr(lr=0.1, step_size=30)"."""
-    warmup_steps: int = 20
+    warmup_steps: CountOrZero = 20
     """Number of updates over which the learning rate rises from 0."""
-    weight_decay: float = 0.1
+    weight_decay: NotNegative = 0.1
     """Weight decay of the optimizer; parameters whose last name is bias or scale do not decay."""
-    beta2: float = 0.99
+    beta2: Rate = 0.99
     """Adam's decay rate of the second moment; the default suits short runs."""
-    clip_norm: float | None = 1.0
+    clip_norm: Positive | None = 1.0
     """Maximum global gradient norm; None disables clipping."""
     frozen: str | None = None
     """Parameters that are not trained: shell patterns of their paths, such as "wte*,blocks/*/bias"; None trains all."""
-    ema: float | None = None
+    ema: Annotated[float, _DECAY] | None = None
     """Decay of a moving average of the parameters, which is then evaluated, sampled and exported; None for none."""
     loss_scale: str | None = None
     """Loss scale for fp16: "dynamic_loss_scale(growth_interval=500)", "static_loss_scale(scale=1024.0)", or one by
     layer, "per_layer_loss_scale(underflow=1e-6)"."""
-    seed: int = 0
+    seed: CountOrZero = 0
     """Seed of initial parameters, data order and dropout."""
-    workers: int = 0
+    workers: CountOrZero = 0
     """Number of processes that read and transform examples; 0 reads in threads."""
-    log_every: int = 10
+    log_every: Count = 10
     """Write a line of metrics.jsonl every n updates."""
-    eval_every: int = 50
+    eval_every: Count = 50
     """Evaluate every n updates."""
     histograms: bool = False
     """Write histograms of the parameters to TensorBoard at each evaluation."""
-    watch_precision: int = 0
+    watch_precision: CountOrZero = 0
     """Measure what 16 or 8 bits lose, layer by layer, at the first of every n updates; 0 never. A measurement takes
     about as long as a micro-batch."""
-    save_every: int = 100
+    save_every: Count = 100
     """Save a checkpoint every n updates."""
-    keep_last: int = 3
+    keep_last: Count = 3
     """Number of newest checkpoints to keep."""
-    keep_best: int = 1
+    keep_best: CountOrZero = 1
     """Also keep the n checkpoints with the best evaluation, by default the lowest loss."""
-    patience: int | None = None
+    patience: Count | None = None
     """Stop after this many evaluations in a row without a better one; None trains to the last step."""
-    keep_every: int | None = None
+    keep_every: Count | None = None
     """Also keep the checkpoints at multiples of this number of updates."""
-    allow_recompile: int = 0
+    allow_recompile: CountOrZero = 0
     """Number of times the step may be recompiled for a batch of another shape."""
     deterministic: bool = False
     """On a GPU, compute the same bits on repetition and after a resume; slower. CPUs always do."""
-    max_skips: int = 100
+    max_skips: Count = 100
     """Stop after this many consecutive updates skipped because of inf or NaN in fp16 gradients."""
-    spike_factor: float | None = None
+    spike_factor: Annotated[float, _SPIKE] | None = None
     """A loss above this multiple of the median of the last 64 is a spike; None disables the check."""
     on_spike: Literal["stop", "rollback"] = "stop"
     """On a spike, stop the run, or return to the last checkpoint and skip the batches since."""
-    stall_seconds: float = 600.0
+    stall_seconds: Annotated[float, _STALL] = 600.0
     """Warn when a batch takes longer than this many seconds; 0 disables the warning."""
 
     def __init_subclass__(cls) -> None:

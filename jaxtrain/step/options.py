@@ -1,13 +1,14 @@
 """The options of `train_step`, with their bounds."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any
 
 import optax
 
 from jaxtrain.errors import UserError
+from jaxtrain.fields import Bound, bounds
 from jaxtrain.passes import Hook, Policy
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step.accumulate import WindowSchedule
@@ -15,25 +16,6 @@ from jaxtrain.step.checks.mistakes import accepts, is_transformation, signature_
 
 CHANGEABLE: Mapping[str, Any] = {"changeable": True}
 """Metadata of an option that a resumed run may change: the numbers of the run are the same."""
-
-
-class Bound(NamedTuple):
-    """What a value must be.
-
-    Attributes:
-      holds: Whether a value is within the bound.
-      must: The bound in words, after "must".
-      remedy: What to use instead; "" if the bound says it.
-    """
-
-    holds: Callable[[Any], bool]
-    must: str
-    remedy: str = ""
-
-    def check(self, name: str, value: Any) -> None:
-        """Raise `UserError` for a value of this name that is out of bounds."""
-        if not self.holds(value):
-            raise UserError(f"{name} must {self.must}, got {value!r}" + (f": {self.remedy}" if self.remedy else ""))
 
 
 def _is_int(x: Any) -> bool:
@@ -86,19 +68,12 @@ class StepOptions:
 
     def check(self) -> None:
         """Raise `UserError` for an option of another type, or out of bounds."""
-        for name, bound in BOUNDS.items():
-            bound.check(name, getattr(self, name))
+        for name, found in bounds(StepOptions).items():
+            for bound in found:
+                bound.check(name, getattr(self, name))
         _check_frozen(self.frozen)
         _check_loss_scale(self.loss_scale)
         _check_hooks(self.hooks)
-
-
-BOUNDS: dict[str, Bound] = {
-    name: hint.__metadata__[0]
-    for name, hint in get_type_hints(StepOptions, include_extras=True).items()
-    if hasattr(hint, "__metadata__")
-}
-"""The bounds of options by their names."""
 
 
 def option_names(*, changeable: bool = False) -> list[str]:

@@ -345,9 +345,9 @@ def test_an_invalid_recipe_is_a_one_line_error(source, name, expected, capsys):
     ("arguments", "expected"),
     [
         ("own.py:Curve", "no recipe 'own.py:Curve', did you mean 'own.py::Curve': choose one of "),
-        ("own.py::Curve --widht 3", "Unrecognized options: --widht, 3, did you mean --width; see "),
+        ("own.py::Curve --widht 3", "unrecognized arguments: --widht 3, did you mean --width; see "),
         ("own.py::Curve --widht 3 --acumulate 2", ", did you mean --accumulate and --width; see "),
-        ("own.py::Curve --epochs 3", "Unrecognized options: --epochs, 3; see jaxtrain train own.py::Curve --help"),
+        ("own.py::Curve --epochs 3", "unrecognized arguments: --epochs 3; see jaxtrain train own.py::Curve --help"),
         ("own.py::Curve --width 3.5", "--width must be an integer, got '3.5'; see jaxtrain train own.py::Curve --help"),
         ("own.py::Curve --lr fast", "--lr must be a number, got 'fast'; see jaxtrain train own.py::Curve --help"),
         ("own.py::Curve --steps 1e3", "--steps must be an integer, got '1e3': use 1000; see "),

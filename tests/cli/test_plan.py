@@ -74,7 +74,7 @@ def test_a_plan_in_which_nothing_fits_is_a_one_line_error(capsys):
         ("plan gpt-stdlob", "did you mean 'gpt-stdlib'"),
         (f"plan {IMAGES} --accumulate 3", "is not divisible by accumulate 3"),
         (f"plan {IMAGES} --remat nothing", "remat 'nothing' is unknown"),
-        (f"train {IMAGES} --micro-batch 8", "invalid choice '8' for argument '--micro-batch'"),
+        (f"train {IMAGES} --micro-batch 8", "--micro-batch must be auto, got '8'"),
     ],
 )
 def test_wrong_usage_is_a_one_line_error(command, message, capsys):

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from jaxtrain.cli import main
-from jaxtrain.cli.flags import parse_known
 from jaxtrain.cli.train import Train
+from jaxtrain.flags import parse_known
 from jaxtrain.recipes import RECIPES
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import interval, loop, read_recipe
@@ -244,8 +244,8 @@ def test_a_run_repeated_from_config_json_is_bit_identical(capsys):
         "train --from first/config.json --out first": "first already holds a run",
         "train gpt-stdlib --from first/config.json": "first/config.json holds a run of digits-mlp, not of gpt-stdlib",
         "train --from nowhere.json": "nowhere.json cannot be read",
-        "train --from": "Missing value for argument '--from'",
-        "train --resume sometimes": "--resume: invalid choice 'sometimes'",
+        "train --from": "--from needs a value",
+        "train --resume sometimes": "--resume must be auto, or without a value, got 'sometimes'",
     }.items():
         assert run(command) == 2
         err = capsys.readouterr().err
@@ -401,7 +401,7 @@ def test_every_recipe_has_a_docstring():
 
 def test_a_flag_may_be_spelled_with_underscores():
     options, rest = parse_known(Train(), ["--micro_batch", "auto", "--batch_size", "8"], "jaxtrain train")
-    assert (options.micro_batch, rest) == ("auto", ["--batch_size", "8"])
+    assert (options.micro_batch, rest) == ("auto", ["--batch-size", "8"])
 
 
 def test_help_names_every_flag(capsys):

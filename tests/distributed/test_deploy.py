@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxtrain.cli.flags import parse_known, recipe_name
+from jaxtrain.cli.flags import recipe_name
 from jaxtrain.cli.train import Train, parse_recipe
 from jaxtrain.distributed.processes import initialize_arguments
+from jaxtrain.flags import parse_known
 from jaxtrain.recipes import RECIPES
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
+from jaxtrain.optim.arguments import bounded
 from jaxtrain.optim.schedules.arithmetic import cos_squared, dtype, power_of, ratio, to_float
 from jaxtrain.optim.schedules.scheduler import Rate, Scheduler, absolute
 
 
+@bounded
 def cyclic_lr(
     base_lr: float,
     max_lr: float,
@@ -49,6 +51,7 @@ def cyclic_lr(
     return absolute(base_lr, lambda t: base_lr + (max_lr - base_lr) * height(t))
 
 
+@bounded
 def cyclic_momentum(
     base_momentum: float = 0.8,
     max_momentum: float = 0.9,
@@ -81,6 +84,7 @@ def cyclic_momentum(
     return absolute(max_momentum, lambda t: max_momentum - (max_momentum - base_momentum) * height(t))
 
 
+@bounded
 def one_cycle_lr(
     max_lr: float,
     total_steps: int,
@@ -117,6 +121,7 @@ def one_cycle_lr(
     return annealed(marks, _phases(total_steps, pct_start, three_phase), anneal_strategy)
 
 
+@bounded
 def one_cycle_momentum(
     total_steps: int,
     pct_start: float = 0.3,

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.errors import UserError
+from jaxtrain.optim.arguments import bounded
 from jaxtrain.optim.schedules.arithmetic import (
     cos_squared,
     count_reached,
@@ -22,6 +23,7 @@ from jaxtrain.optim.schedules.arithmetic import (
 from jaxtrain.optim.schedules.scheduler import Scheduler, absolute, multiplied
 
 
+@bounded
 def step_lr(lr: float, step_size: int, gamma: float = 0.1) -> Scheduler:
     """`StepLR`: multiply the rate by `gamma` every `step_size` updates.
 
@@ -40,6 +42,7 @@ def step_lr(lr: float, step_size: int, gamma: float = 0.1) -> Scheduler:
     return multiplied(lr, lambda t: power_of(gamma, t // step_size))
 
 
+@bounded
 def multi_step_lr(lr: float, milestones: Sequence[int], gamma: float = 0.1) -> Scheduler:
     """`MultiStepLR`: multiply the rate by `gamma` at each milestone; a repeated milestone counts repeatedly.
 
@@ -54,6 +57,7 @@ def multi_step_lr(lr: float, milestones: Sequence[int], gamma: float = 0.1) -> S
     return multiplied(lr, lambda t: power_of(gamma, count_reached(milestones, t)))
 
 
+@bounded
 def constant_lr(lr: float, factor: float = 1 / 3, total_iters: int = 5) -> Scheduler:
     """`ConstantLR`: multiply the rate by `factor` for `total_iters` updates.
 
@@ -69,6 +73,7 @@ def constant_lr(lr: float, factor: float = 1 / 3, total_iters: int = 5) -> Sched
     return multiplied(lr, lambda t: jnp.where((t >= total_iters) & (total_iters > 0), 1.0, factor))
 
 
+@bounded
 def linear_lr(lr: float, start_factor: float = 1 / 3, end_factor: float = 1.0, total_iters: int = 5) -> Scheduler:
     """`LinearLR`: from `start_factor` at the first update to `end_factor` after `total_iters`.
 
@@ -97,6 +102,7 @@ def linear_lr(lr: float, start_factor: float = 1 / 3, end_factor: float = 1.0, t
     return multiplied(lr, factor)
 
 
+@bounded
 def exponential_lr(lr: float, gamma: float) -> Scheduler:
     """`ExponentialLR`: multiply the rate by `gamma` at every update.
 
@@ -110,6 +116,7 @@ def exponential_lr(lr: float, gamma: float) -> Scheduler:
     return multiplied(lr, lambda t: power_of(gamma, t))
 
 
+@bounded
 def polynomial_lr(lr: float, total_iters: int = 5, power: float = 1.0) -> Scheduler:
     """`PolynomialLR`: decay to 0 over `total_iters` updates.
 
@@ -129,6 +136,7 @@ def polynomial_lr(lr: float, total_iters: int = 5, power: float = 1.0) -> Schedu
     return multiplied(lr, factor)
 
 
+@bounded
 def multiplicative_lr(lr: float, lr_lambda: Callable[[Any], Any]) -> Scheduler:
     """`MultiplicativeLR`: multiply the rate by `lr_lambda(count)` at every update, a JAX function of float[].
 
@@ -154,6 +162,7 @@ def multiplicative_lr(lr: float, lr_lambda: Callable[[Any], Any]) -> Scheduler:
     )
 
 
+@bounded
 def lambda_lr(lr: float, lr_lambda: Callable[[Any], Any]) -> Scheduler:
     """`LambdaLR`: `lr` · `lr_lambda(count)`, a JAX function of float[].
 
@@ -167,6 +176,7 @@ def lambda_lr(lr: float, lr_lambda: Callable[[Any], Any]) -> Scheduler:
     return absolute(lr, lambda t: lr * jnp.asarray(lr_lambda(to_float(t)), dtype()))
 
 
+@bounded
 def cosine_annealing_lr(lr: float, t_max: int, eta_min: float = 0.0) -> Scheduler:
     """`CosineAnnealingLR`: a cosine down to `eta_min` at `t_max`, and up again after it.
 
@@ -195,6 +205,7 @@ def cosine_annealing_lr(lr: float, t_max: int, eta_min: float = 0.0) -> Schedule
     return Scheduler(lr, lambda t: eta_min + (lr - eta_min) * half_cosine(t, t_max), next_rate)
 
 
+@bounded
 def cosine_annealing_warm_restarts(lr: float, t_0: int, t_mult: int = 1, eta_min: float = 0.0) -> Scheduler:
     """`CosineAnnealingWarmRestarts`: a cosine of `t_0` updates, each further one `t_mult` times as long.
 

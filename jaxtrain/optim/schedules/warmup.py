@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
+from jaxtrain.optim.arguments import bounded
 from jaxtrain.optim.schedules.arithmetic import cos_squared, ratio
 from jaxtrain.optim.schedules.scheduler import Rate, Scheduler, absolute
 
 
+@bounded
 def warmup_cosine(lr: float, warmup_steps: int, total_steps: int, final_lr: float = 0.0) -> Scheduler:
     """Linear warmup from 0 to `lr` at `warmup_steps`, then a cosine to `final_lr` at `total_steps`, then constant.
 
@@ -38,6 +40,7 @@ def warmup_cosine(lr: float, warmup_steps: int, total_steps: int, final_lr: floa
     return absolute(lr, rate)
 
 
+@bounded
 def wsd(
     lr: float, warmup_steps: int, stable_steps: int, decay_steps: int, final_lr: float = 0.0, decay: str = "linear"
 ) -> Scheduler:

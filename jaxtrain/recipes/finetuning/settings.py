@@ -7,6 +7,7 @@ from typing import Literal
 
 import jaxtrain as jt
 from jaxtrain.data.finetuning import ExampleFiles, ModelTokenizer, Parse, parse_example, read_examples, split_examples
+from jaxtrain.fields import NotNegative, Positive, Rate, Share, Width
 from jaxtrain.recipes.finetuning.answer_scores import check_best_metric
 
 
@@ -20,7 +21,7 @@ class FineTuneSettings(jt.Recipe):
     """Examples: a file, a folder of files, or a dataset saved by `datasets`."""
     validation: Path | None = None
     """Held-out examples; None takes those that the data name as such, or a share of them."""
-    validation_fraction: float = 0.1
+    validation_fraction: Share = 0.1
     """Share of the examples that is held out, if nothing else is."""
     chat_template: Path | None = None
     """Chat template of conversations, a file such as chat_template.jinja; None for that of the model."""
@@ -46,35 +47,35 @@ class FineTuneSettings(jt.Recipe):
     warmup_steps: int = 10
     schedule: str = "linear"  # of transformers.TrainingArguments
     # Of TRL's SFTConfig.
-    seq_len: int = 1024
+    seq_len: Width = 1024
     """Number of predictions of a row, in tokens; longer examples lose their end."""
     packing: bool = True
     """Place as many examples in a row as fit, without attention between them; preferences are padded."""
     # Rank, alpha and dropout of TRL's ModelConfig; adapters on all linear layers as in QLoRA.
-    rank: int = 16
+    rank: Width = 16
     """Rank of the adapters."""
-    alpha: float = 32.0
+    alpha: Positive = 32.0
     """The product of the adapters is multiplied by alpha / rank."""
-    lora_dropout: float = 0.05
+    lora_dropout: Rate = 0.05
     """Dropout rate on the inputs of the adapters; preferences are learned without."""
     targets: str | None = None
     """Regular expression of the paths of the kernels with adapters, such as ".*/[qv]_proj/kernel"; None for all linear
     layers but the head."""
-    beta: float = 0.1  # of Rafailov et al. (2023), and TRL's DPOConfig
+    beta: Positive = 0.1  # of Rafailov et al. (2023), and TRL's DPOConfig
     """Factor of the rewards of --loss dpo: the larger, the nearer the model stays to the one before."""
-    center_rewards: float = 0.0
+    center_rewards: NotNegative = 0.0
     """Factor of (c + r)² of the rewards of --loss reward, which keeps them around 0; 0.01 is common."""
-    neftune: float | None = None
+    neftune: Positive | None = None
     """Size of the noise on the embeddings of tokens (NEFTune); 5 is the paper's, None for none."""
-    answers: int | None = 2
+    answers: Width | None = 2
     """Number of held-out prompts whose answers are shown at every evaluation; None for none."""
-    scored_answers: int | None = 64
+    scored_answers: Width | None = 64
     """Number of held-out prompts whose answers are scored by exact match and ROUGE-L; None for none."""
-    answer_tokens: int = 64
+    answer_tokens: Width = 64
     """Number of tokens of the longest of these answers."""
     best_metric: Literal["loss", "exact_match", "rouge_l"] = "loss"
     """Metric of the evaluations that --keep-best and --patience go by."""
-    eval_rows: int = 128
+    eval_rows: Width = 128
     """Largest number of validation rows per evaluation."""
 
     def example_files(self, data: Path, parse: Parse = parse_example) -> tuple[ExampleFiles, ExampleFiles]:
