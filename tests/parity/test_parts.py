@@ -508,7 +508,12 @@ def test_a_batch_whose_integers_the_model_assumes_away_keeps_those_of_the_exampl
     assert drawn["n"].tolist() != kept["n"].tolist() == [3, 7, 5, 3]
     asked: list[Any] = []
     for failed, expected in ((None, drawn), ("n is not 3, 7, 5", kept)):
-        model: Any = SimpleNamespace(failed_assumption=lambda given, failed=failed: [failed, asked.append(given)][0])  # type: ignore[func-returns-value]
+
+        def failed_assumption(given: Any, failed: str | None = failed) -> str | None:
+            asked.append(given)
+            return failed
+
+        model: Any = SimpleNamespace(failed_assumption=failed_assumption)
         found = imported._fulfilling(model, example, 5, 4)
         jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert [(given["n"].tolist(), given["n"].dtype) for given in asked] == [(drawn["n"].tolist(), np.int32)] * 2
