@@ -2,12 +2,18 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from parity.compare import float64
+from parity.compare.examination import judge
+from parity.compare.reference import Reference
 from parity.compare.verdict import median, relative, same_meaning, same_precision
 from parity.record import Record, Snapshot, Tensors
+from parity.settings import Settings
 
 
 def record(error: float = 0.0, scales: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Record:
@@ -66,26 +72,59 @@ def test_a_parameter_whose_gradient_is_noise_is_compared_relative_to_all_paramet
     assert not same_meaning(run(1e-11, 0.0), run(-1e-11, 0.0)).passed
 
 
-def test_noise_that_the_optimizer_amplifies_may_move_parameters_as_far_as_in_pytorchs_own_runs() -> None:
-    def run(update: float, noise: float, other: float = 0.5) -> Record:
-        """Of a bias whose gradient is zero in mathematics in its second element."""
-        grads, snapshot = {"bias": np.array([1.0, noise])}, Snapshot({"bias": np.array([other, update])}, {}, {})
-        return Record(np.array([1.0]), grads, snapshot, snapshot, np.ones(2), np.ones(1))
+def noisy(update: float, noise: float, other: float = 0.5) -> Record:
+    """Return a run of a bias whose gradient is zero in mathematics in its second element."""
+    grads, snapshot = {"bias": np.array([1.0, noise])}, Snapshot({"bias": np.array([other, update])}, {}, {})
+    return Record(np.array([1.0]), grads, snapshot, snapshot, np.ones(2), np.ones(1))
 
-    theirs, one_ulp = run(1e-9, 1e-16), [run(2e-9, 2e-16), run(1.5e-9, 1.5e-16)]
-    honest = run(-1e-9, -1e-16)
+
+def test_noise_that_the_optimizer_amplifies_may_move_parameters_as_far_as_in_pytorchs_own_runs() -> None:
+    theirs, one_ulp = noisy(1e-9, 1e-16), [noisy(2e-9, 2e-16), noisy(1.5e-9, 1.5e-16)]
+    honest = noisy(-1e-9, -1e-16)
     assert not same_meaning(honest, theirs).passed
     assert same_meaning(honest, theirs, one_ulp).passed
     bugs = {
-        "moved farther than by the noise": run(1e-8, -1e-16),
-        "moved without noise": run(-1e-9, 1e-16),
-        "the gradient is no noise": run(1e-4, 1e-11),
-        "the other element moved": run(-1e-9, -1e-16, other=0.5 + 1e-9),
+        "moved farther than by the noise": noisy(1e-8, -1e-16),
+        "moved without noise": noisy(-1e-9, 1e-16),
+        "the gradient is no noise": noisy(1e-4, 1e-11),
+        "the other element moved": noisy(-1e-9, -1e-16, other=0.5 + 1e-9),
     }
     assert [bug for bug, wrong in bugs.items() if same_meaning(wrong, theirs, one_ulp).passed] == []
     # Gradients that are small but the same in every run are none.
-    stable = [run(2e-9, 1e-16), run(1.5e-9, 1e-16)]
+    stable = [noisy(2e-9, 1e-16), noisy(1.5e-9, 1e-16)]
     assert not same_meaning(honest, theirs, stable).passed
+
+
+def test_parameters_alone_that_differ_are_compared_again_beside_runs_from_weights_one_ulp_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    theirs, one_ulp = noisy(1e-9, 1e-16), [noisy(2e-9, 2e-16), noisy(1.5e-9, 1.5e-16)]
+    asked: list[dict[str, Any]] = []
+
+    def live_reference(case: Any, precision: str, settings: Settings, *coverage: Any, **judged: int) -> Reference:
+        asked.append(judged)
+        return Reference({}, theirs, [], one_ulp if judged else [], truth=theirs)
+
+    def compared(ours: Record) -> Any:
+        asked.clear()
+        monkeypatch.setattr(float64, "train", lambda case, program, settings, reference: judge(ours, reference))
+        program: Any = SimpleNamespace(precision="fp64")
+        return float64.compare("the case", program, Settings(steps=1))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(float64, "live_reference", live_reference)
+    monkeypatch.setattr(float64, "_with_other_constants", lambda case, program, examination, settings: examination)
+    cases, found = compared(noisy(-1e-9, -1e-16))
+    assert (cases, found.verdict.passed, asked) == (["the case"], True, [{}, {"judged": 0}])
+    assert found.notes == (
+        "parameters whose gradient is rounding noise are as far apart as in PyTorch's runs from weights one ulp off",
+    )
+    farther = compared(noisy(1e-8, -1e-16))
+    assert (farther.verdict.passed, farther.notes, len(asked)) == (False, (), 2)
+    # A gradient that differs is no noise.
+    assert not compared(noisy(-1e-9, 1e-9)).verdict.passed
+    assert asked == [{}]
+    assert compared(theirs)[1].notes == ()
+    assert asked == [{}]
 
 
 def test_noise_in_one_part_of_a_complex_number_is_noise_of_that_part_alone() -> None:

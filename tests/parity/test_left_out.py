@@ -15,6 +15,7 @@ from jaxtrain.interop import LINEAR, NameTable, TorchParam
 from parity import AdamW, Case
 from parity.run import examine
 from parity.weights import completed, proposed
+from parity.weights.tied import tie_leaves, tied_names
 
 WORDS, WIDTH = 7, 4
 
@@ -91,6 +92,12 @@ def test_tied_leaves_are_one_parameter_and_what_pytorch_alone_has_is_left_out_an
     )
     complete, _ = completed(CASE)
     assert complete.buffer_names == ("norm.running_mean", "norm.running_var")
+    head_first = NameTable({path: CASE.names.params[path] for path in ("head", "embed")})
+    aliased = dataclasses.replace(CASE, names=head_first)
+    # Of two leaves the first is kept, under the tensor's own name.
+    assert tie_leaves(aliased, tied_names(Net()))[0].names == NameTable(
+        {"head": TorchParam("embed.weight", LINEAR)}, {"head.weight": "embed.weight"}
+    )
     # The gradient of the shared tensor is the sum of those of the two leaves.
     params = {name: np.full(x.shape, 0.1 + i, np.float32) for i, (name, x) in enumerate(CASE.params_like.items())}
     params["head"] = params["embed"].T

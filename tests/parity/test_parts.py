@@ -32,7 +32,7 @@ from jaxtrain.interop import (
 from jaxtrain.paths import none_frozen
 from parity import bundle
 from parity.case import AdamW, Case, Outputs
-from parity.cases import CASES, text
+from parity.cases import CASES, imported, text
 from parity.cases.example_batches import Example
 from parity.compare import activations, float64, outputs, quantized
 from parity.compare.fingerprint import (
@@ -390,6 +390,12 @@ def test_a_quantization_that_differs_is_placed_by_step_stage_and_gradient(monkey
     assert first(record(losses=(1.0, math.nan, 3.1)), theirs) == 2
     assert first(record(losses=(1.0, 2.0, 3.1), **{"a.bias": 1.1}), theirs) == 1
     assert first(record(losses=(1.0, 2.0 + 1e-11, 3.1)), theirs) == 3
+    # Distances are relative to losses and norms of any size and sign.
+    sized = record(losses=(1e3, -1e3, 1e-3), norms=(1.0, 1e4, 1e-4))
+    for step, errors in ((1, (9e-11, 9e-11, 9e-11)), (2, (0, 1.1e-10, 0)), (3, (0, -9e-11, 1.1e-10))):
+        factor = 1 + np.array(errors)
+        assert first(replace(sized, losses=sized.losses * factor), sized) == step
+        assert first(replace(sized, grad_norms=sized.grad_norms * factor), sized) == step
 
     def placed(**of: Any) -> tuple[str, int, str]:
         examined = SimpleNamespace(ours=record(**of), theirs=theirs)
@@ -458,22 +464,28 @@ def test_random_batches_follow_the_values_of_an_example() -> None:
             "labels": (np.array([3, -100, 5, 4], np.int32), 2, None, "text"),
             "normal": floats,
             "positive": np.array([2.0, 4.0, 3.0, 2.5], np.float32),
+            "rectified": torch.tensor([0.0, 3.0, 0.0, 1.0], dtype=torch.float64),
+            "short": torch.tensor([3, 2, 5, 2], dtype=torch.int16),
             "constant": torch.ones(4, 2, dtype=torch.bfloat16),
             "empty": np.zeros((4, 0)),
         }
     )
-    assert example.names == {"mask", "flags", "labels/0", "normal", "positive", "constant", "empty"}
+    floats_of = ("normal", "positive", "rectified", "constant", "empty")
+    assert example.names == {"mask", "flags", "labels/0", "short", *floats_of}
     assert example.rows == 4
     batch = example.batch(0, 8)
     assert {name: x.dtype for name, x in batch.items()} == {
-        **dict.fromkeys(("normal", "positive", "constant", "empty"), np.dtype("float32")),
+        **dict.fromkeys(floats_of, np.dtype("float32")),
         **{"mask": np.dtype("int64"), "labels/0": np.dtype("int64"), "flags": np.dtype("bool")},
+        **{"short": np.dtype("int16")},
     }
     assert sorted(map(tuple, batch["mask"].tolist())) == sorted(2 * [(1, 0), (1, 1), (0, 0), (1, 0)])
     assert batch["flags"].sum() == 6
     assert (batch["labels/0"][[1, 5]] == -100).all()
     many = example.batch(1, 4000)
     assert {*many["labels/0"].tolist()} == {-100, 0, 1, 2, 3, 4, 5}
+    assert {*many["short"].tolist()} == {2, 3, 4, 5}
+    assert 0 <= many["rectified"].min() < 0.01 < 2.99 < many["rectified"].max() <= 3
     assert many["normal"].mean() == pytest.approx(floats.mean(), abs=0.05)
     assert many["normal"].std() == pytest.approx(floats.std(), rel=0.05)
     assert 2 <= many["positive"].min() < 2.01 < 3.99 < many["positive"].max() <= 4
@@ -488,6 +500,23 @@ def test_random_batches_follow_the_values_of_an_example() -> None:
     assert {name: x.shape for name, x in alone.batch(0, 1).items()} == {"0": (1, 2, 3), "1": (1, 4)}
     assert Example(np.ones((5, 2))).names == {"input"}
     assert Example(np.float32(1.0)).rows is None
+
+
+def test_a_batch_whose_integers_the_model_assumes_away_keeps_those_of_the_example() -> None:
+    example = Example({"x": np.array([0.0, 1.0, 2.0], np.float32), "n": np.array([3, 7, 5])})
+    drawn, kept = (example.batch(5, 4, same_integers=same) for same in (False, True))
+    assert drawn["n"].tolist() != kept["n"].tolist() == [3, 7, 5, 3]
+    asked: list[Any] = []
+    for failed, expected in ((None, drawn), ("n is not 3, 7, 5", kept)):
+
+        def failed_assumption(given: Any, failed: str | None = failed) -> str | None:
+            asked.append(given)
+            return failed
+
+        model: Any = SimpleNamespace(failed_assumption=failed_assumption)
+        found = imported._fulfilling(model, example, 5, 4)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert [(given["n"].tolist(), given["n"].dtype) for given in asked] == [(drawn["n"].tolist(), np.int32)] * 2
 
 
 def test_batches_have_the_structure_and_the_dtypes_of_the_example() -> None:
@@ -807,6 +836,8 @@ def test_conditions_of_selections_in_jax_are_their_values_or_comparisons() -> No
     assert selected(jax_selections._minimum, x, 1.0) == ["x < y of f is False"]
     assert selected(jax_selections._maximum, x, 3.0) == ["x > y of f is False"]
     assert selected(jax_selections._maximum, x, 0.5) == ["x > y of f is True"]
+    ufunc: Any = jax_selections._Watched(np.maximum, "", jax_selections._maximum, Selections())
+    assert ufunc.reduce([1, 3, 2]) == 3
     xs = {"a": np.ones((5, 2)), "b": np.ones((5,))}
     assert jax_selections._scan_length(None, None, xs) == 5
     assert jax_selections._scan_length(None, None, xs, 3) == jax_selections._scan_length(None, None, length=3) == 3
@@ -923,8 +954,14 @@ def test_epsilons_inside_and_outside_of_a_root_are_where_they_say() -> None:
     np.testing.assert_allclose(_over_root(g, v, 0.25, False), g / (np.sqrt(v) + 0.25), rtol=1e-6)
 
 
+SLOW_EXAMPLES = ("explain.diagnose", "explain.locate", "oracle.caches", "oracle.program", "run")
+"""Modules whose examples compile or train."""
+
+
 def test_examples_in_docstrings_hold() -> None:
-    names = "bars compare coverage fingerprint order randomness record settings stages trajectory weights.proposal"
-    for name in (*names.split(), "conventions.calls", "conventions.optimizers", "torch_optimizers", "oracle.literal"):
+    folder = Path(planting.__file__).parents[1]
+    files = [path.relative_to(folder) for path in folder.rglob("*.py") if "    >>> " in path.read_text()]
+    names = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files}
+    for name in sorted(names.difference(SLOW_EXAMPLES)):
         found = doctest.testmod(importlib.import_module(f"parity.{name}"))
         assert (found.failed, found.attempted > 0) == (0, True), name

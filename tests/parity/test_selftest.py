@@ -1,6 +1,7 @@
 """The selftest passes on a correct machine, needs no PyTorch, and detects each fault that it checks."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -76,9 +77,19 @@ def test_checks_pass_on_a_correct_machine(check: Callable[[], Any]) -> None:
     assert {finding.passed for finding in findings} == {True}, findings
 
 
-def test_checkpoint_and_collectives_pass() -> None:
+def test_checkpoint_and_collectives_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, saved = checkpoint.round_trip, []
+
+    def round_trip(state: Any) -> Any:
+        saved.append(jax.tree.map(np.array, state.opt_state[0].mu))
+        return right(state)
+
+    monkeypatch.setattr(checkpoint, "round_trip", round_trip)
     for check in (checkpoint.checkpoint, collectives.collectives):
         assert {finding.passed for finding in found(check)} == {True}
+    # The gradient of the one update before was clipped to the norm 1.
+    (mu,) = saved
+    assert math.sqrt(sum((x**2).sum() for x in mu.values())) == pytest.approx(0.1, rel=1e-4)
 
 
 @pytest.mark.nightly
@@ -96,6 +107,15 @@ def test_the_command_passes_with_the_frameworks_alone(tmp_path: Path) -> None:
     assert sum(line.startswith("PASS  ") for line in lines) == written["passed"]
 
 
+def test_half_of_the_hidden_values_are_dropped_if_there_is_a_key() -> None:
+    ones: Any = {"inner": 9 * np.eye(step.WIDTH), "outer": np.ones((step.WIDTH, 1))}  # all hidden values are 1
+    batch = {"x": np.ones((400, step.WIDTH)), "y": np.zeros(400), "weight": np.ones(400)}
+    (whole, _), (dropped, _) = (step.squared_error(ones, batch, rng) for rng in (None, jax.random.key(0)))
+    assert whole.total / whole.weight == pytest.approx(step.WIDTH**2)
+    # Half of the values are kept: the mean of a binomial number's square.
+    assert dropped.total / dropped.weight == pytest.approx(step.WIDTH**2 / 4 + step.WIDTH / 4, rel=0.1)
+
+
 # The command.
 
 
@@ -108,12 +128,25 @@ def test_the_first_line_is_printed_before_jax_is_imported() -> None:
     assert "ModuleNotFoundError: import of jax" in done.stderr
 
 
-def test_a_missing_gpu_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_gpu_or_driver_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert main(["selftest", "--device", "gpu", "--json", str(tmp_path / "found.json")]) == 1
     assert "FAIL  devices                     JAX found no gpu" in capsys.readouterr().out
     written = json.loads((tmp_path / "found.json").read_text())
     assert (written["passed"], written["failed"]) == (0, 1)
     assert written["environment"]["jax"] == jax.__version__
+    for message, detail in (("no driver\nthat responds", "no driver"), ("", "")):
+
+        def unavailable(message: str = message) -> Any:
+            raise RuntimeError(message)
+
+        monkeypatch.setattr(jax, "local_devices", unavailable)
+        assert main(["selftest", "--json", str(tmp_path / "found.json")]) == 1
+        written = json.loads((tmp_path / "found.json").read_text())
+        (check,) = written["checks"]
+        assert (check["name"], check["passed"], check["detail"]) == ("devices", False, detail)
+        assert written["environment"].keys() == {"python", *selftest.PACKAGES}
 
 
 def test_a_check_that_raises_fails_and_the_others_run(
