@@ -156,7 +156,12 @@ def test_losses() -> None:
         calls.add(name, x, probabilities, classes, classes if classes is None else 3 * weight, reduction)
         calls.add("multilabel_margin_loss_forward.default", x, sets, reduction)
         calls.add("kl_div.default", log_probs, probabilities, reduction)
+    for values in (x[0], x[..., None]):
+        target = labels[0] if values.ndim == 1 else labels[:, None]
+        calls.add("cross_entropy_loss.default", values, target)
+        calls.add("nll_loss_nd.default", values, target)
     calls.add("nll_loss_forward.default", log_probs, labels.clamp(min=0), None, MEAN, 1)
+    calls.add("nll_loss_forward.default", x[0], labels[0], None, NONE, 1)
     calls.add("multilabel_margin_loss_forward.default", x[0], sets[0], MEAN)
     calls.add("kl_div.default", log_probs, torch.log(probabilities), log_target=True)
     calls.add("soft_margin_loss.default", x, signs)
