@@ -38,10 +38,10 @@ def test_blocks_without_a_visible_pair_are_not_computed():
     assert [*map(int, counts(np.where(np.arange(1024) < 1000, segments + 1, 0)))] == [alone, alone]
 
 
-def test_each_of_two_heads_has_its_own_mask_and_bias():
+def test_masks_and_biases_of_two_heads_and_of_two_rows():
     rng = np.random.default_rng(0)
     q, k, v, cotangent = (jnp.asarray(rng.standard_normal((2, 9, 2, 4)), np.float32) for _ in range(4))
-    bias, mask = jnp.asarray(rng.standard_normal((2, 2, 9, 9)), np.float32), rng.random((2, 2, 9, 9)) > 0.3
+    bias, mask = jnp.asarray(rng.standard_normal((2, 1, 9, 1)), np.float32), rng.random((1, 2, 1, 9)) > 0.3
     options, given = Options(0.5), Operands(mask=mask, bias=bias)
 
     @jax.jit

@@ -107,6 +107,7 @@ def test_scales_follow_their_kernels():
         "half of each": lambda w: lax.slice(w, (0, 0, 2, 0), (4, 2, 6, 4)),
         "dynamic slice": lambda w: lax.dynamic_slice(w, (2, 1, 0, 0), (2, 1, 8, 4)),
         "squeeze": lambda w: lax.squeeze(lax.slice(w, (0, 1, 0, 0), (4, 2, 8, 4)), (1,)),
+        "row of each": lambda w: lax.squeeze(lax.slice(w, (0, 0, 2, 0), (4, 2, 3, 4)), (2,)),
         "transpose": lambda w: lax.transpose(w, (0, 1, 3, 2)),
         "reshape": lambda w: lax.reshape(w, (4, 2, 2, 16)),
         "transposed stack": lambda w: lax.transpose(w, (1, 0, 2, 3)),
@@ -118,10 +119,17 @@ def test_scales_follow_their_kernels():
             indices = [np.int32(v.val) for v in eqn.invars[1:]]
             found, kernels = found.after(eqn, indices), eqn.primitive.bind(kernels, *indices, **eqn.params)
         # Kernels in another order have the scale of the first.
-        expected = kernels[0, 0, 0] if name == "reshaped stack" else kernels[..., 0, 0]
-        expected = expected[(0,) * expected.ndim] if name.endswith("stack") else expected
+        assert found.n_leading == (0 if name.endswith("stack") else 1 if name == "squeeze" else 2), name
+        expected = kernels.reshape(*kernels.shape[: found.n_leading], -1)[..., 0]
         np.testing.assert_array_equal(found.scale[..., 1], expected, err_msg=name)
         np.testing.assert_array_equal(found.probe, -found.scale)
+
+    def observed(probe):
+        (first, second), (only,) = KernelScales(scale, probe).split(2), KernelScales(scale, 0 * probe).split(1)
+        assert first.scale is second.scale is only.scale is scale
+        return (3 * first.probe + 5 * second.probe + only.probe).sum()
+
+    np.testing.assert_array_equal(jax.grad(observed)(scale), jnp.full_like(scale, 5))
 
 
 def test_kernels_of_a_mesh_stay_on_their_devices():
