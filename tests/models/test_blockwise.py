@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxtrain.models.attention import attention
 from jaxtrain.models.attention.blocks import Sizes, visible_pairs, visible_pairs_by_row
+from jaxtrain.models.attention.blockwise import backward, forward
 from jaxtrain.models.attention.formula import formula
 from jaxtrain.models.attention.options import Operands, Options
 
@@ -35,6 +36,26 @@ def test_blocks_without_a_visible_pair_are_not_computed():
     assert [*map(int, counts(segments))] == [alone, alone]
     # The last block holds the end of a sequence, and padding of segment 0.
     assert [*map(int, counts(np.where(np.arange(1024) < 1000, segments + 1, 0)))] == [alone, alone]
+
+
+def test_masks_and_biases_of_two_heads_and_of_two_rows():
+    rng = np.random.default_rng(0)
+    q, k, v, cotangent = (jnp.asarray(rng.standard_normal((2, 9, 2, 4)), np.float32) for _ in range(4))
+    bias, mask = jnp.asarray(rng.standard_normal((2, 1, 9, 1)), np.float32), rng.random((1, 2, 1, 9)) > 0.3
+    options, given = Options(0.5), Operands(mask=mask, bias=bias)
+
+    @jax.jit
+    def both(q, k, v, bias):
+        explicit = lambda q, k, v, bias: formula(options, q, k, v, given._replace(bias=bias))  # noqa: E731
+        expected, vjp = jax.vjp(explicit, q, k, v, bias)
+        out, lse, _ = forward(options, q, k, v, given, blocks=(8, 8))
+        return (out, *backward(options, q, k, v, given, out, lse, cotangent, blocks=(8, 8))[:4]), (
+            expected,
+            *vjp(cotangent),
+        )
+
+    for ours, theirs in zip(*both(q, k, v, bias), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
 def test_temporaries_are_linear_in_the_length():

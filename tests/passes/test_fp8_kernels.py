@@ -1,6 +1,7 @@
 """Which products are in 8 bits, through the structure of a program."""
 
 import dataclasses
+import functools
 from collections import OrderedDict
 
 import jax
@@ -10,10 +11,14 @@ import pytest
 import torch
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.errors import UserError
 from jaxtrain.passes import Fp8, kernel_uses, policy
+from jaxtrain.passes.fp8.kernel_parts import EACH, Part, after, as_matrix, placed
+from jaxtrain.passes.fp8.kernel_scales import KernelScales
 from jaxtrain.passes.fp8.product import fp8_product
 from jaxtrain.program.equations import visit
 
@@ -91,6 +96,83 @@ def test_kernels_are_followed_to_their_products():
 
     excluded = kernel_uses(policy("bf16").apply(model), Fp8(exclude=("layers/*", "he?ds")), PARAMS, TOKENS)
     assert {use.path for use in excluded if use.reason is None} == {"out", "left", "low", "head/kernel"}
+
+
+def test_scales_follow_their_kernels():
+    """Each kernel of a stack holds its own scale, and still does after a change of the layout."""
+    scale = jnp.arange(24.0).reshape(4, 2, 3)
+    changes = {
+        "slice": lambda w: lax.slice(w, (1, 0, 0, 0), (3, 2, 8, 4)),
+        "strides": lambda w: lax.slice(w, (1, 1, 0, 0), (4, 2, 8, 4), (2, 1, 1, 1)),
+        "half of each": lambda w: lax.slice(w, (0, 0, 2, 0), (4, 2, 6, 4)),
+        "dynamic slice": lambda w: lax.dynamic_slice(w, (2, 1, 0, 0), (2, 1, 8, 4)),
+        "squeeze": lambda w: lax.squeeze(lax.slice(w, (0, 1, 0, 0), (4, 2, 8, 4)), (1,)),
+        "row of each": lambda w: lax.squeeze(lax.slice(w, (0, 0, 2, 0), (4, 2, 3, 4)), (2,)),
+        "transpose": lambda w: lax.transpose(w, (0, 1, 3, 2)),
+        "reshape": lambda w: lax.reshape(w, (4, 2, 2, 16)),
+        "transposed stack": lambda w: lax.transpose(w, (1, 0, 2, 3)),
+        "reshaped stack": lambda w: lax.reshape(w, (8, 8, 4)),
+    }
+    for name, change in changes.items():
+        kernels, found = jnp.broadcast_to(scale[..., 1:2, None], (4, 2, 8, 4)), KernelScales(scale, -scale)
+        for eqn in jax.make_jaxpr(change)(kernels).eqns:
+            indices = [np.int32(v.val) for v in eqn.invars[1:]]
+            found, kernels = found.after(eqn, indices), eqn.primitive.bind(kernels, *indices, **eqn.params)
+        # Kernels in another order have the scale of the first.
+        assert found.n_leading == (0 if name.endswith("stack") else 1 if name == "squeeze" else 2), name
+        expected = kernels.reshape(*kernels.shape[: found.n_leading], -1)[..., 0]
+        np.testing.assert_array_equal(found.scale[..., 1], expected, err_msg=name)
+        np.testing.assert_array_equal(found.probe, -found.scale)
+
+    def observed(probe):
+        (first, second), (only,) = KernelScales(scale, probe).split(2), KernelScales(scale, 0 * probe).split(1)
+        assert first.scale is second.scale is only.scale is scale
+        return (3 * first.probe + 5 * second.probe + only.probe).sum()
+
+    np.testing.assert_array_equal(jax.grad(observed)(scale), jnp.full_like(scale, 5))
+
+
+def test_kernels_of_a_mesh_stay_on_their_devices():
+    """A matrix is sharded so that each device has the elements that it has of the parameter, or not at all."""
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"))
+
+    def held(spec, ids):
+        of_devices = NamedSharding(mesh, spec).devices_indices_map(ids.shape)
+        return {device: {*np.asarray(ids)[part].ravel().tolist()} for device, part in of_devices.items()}
+
+    def same(x):
+        return x
+
+    def half(x):
+        return lax.slice(x, (0, 0, 2), (8, 2, 4))
+
+    cases = [
+        (P("fsdp", "tensor"), 0, same, (0,), True),
+        (P("fsdp", "tensor"), 0, same, (0, 1), False),
+        (P(("fsdp", "tensor")), 0, same, (0, 1), True),
+        (P(None, None, "fsdp"), 0, same, (2,), True),
+        (P(None, None, "fsdp"), 0, lambda x: lax.transpose(x, (2, 0, 1)), (0,), True),
+        (P("fsdp", None, "tensor"), 0, lambda x: lax.transpose(x, (1, 2, 0)), (2,), False),
+        (P("fsdp"), 0, half, (0,), True),
+        (P("fsdp", None, "tensor"), 0, half, (0,), False),
+        (P("tensor"), 0, lambda x: lax.reshape(x, (16, 4)), (0,), True),
+        (P(None, "tensor"), 0, lambda x: lax.reshape(x, (16, 4)), (0,), False),
+        (P("fsdp"), 0, lambda x: lax.rev(x, (1,)), (0,), False),
+        (P("fsdp", "tensor"), 1, same, (0,), True),
+        (P("fsdp", None, "tensor"), 1, lambda x: lax.transpose(x, (1, 0)), (0,), True),
+    ]
+    for i, (spec, scans, change, contracted, is_placed) in enumerate(cases):
+        ids = jnp.arange(64.0).reshape(8, 2, 4)
+        eqns = jax.make_jaxpr(change)(ids[(0,) * scans]).eqns
+        part = Part((EACH,) * scans + functools.reduce(after, eqns, ()), contracted)
+        found = placed(part, ids.shape, NamedSharding(mesh, spec))
+        assert (found is not None) == is_placed, i
+        if found is not None:
+            matrix = functools.partial(as_matrix, contracted=contracted)
+            matrices = (jax.vmap if scans else same)(lambda x: matrix(change(x)))(ids)  # noqa: B023
+            kept = {*matrices.ravel().tolist()}
+            before = {device: own & kept for device, own in held(spec, ids).items()}
+            assert held(P(*found.each, *found.matrix), matrices) == before, i
 
 
 def test_output_heads_of_imported_modules_are_excluded():

@@ -88,6 +88,16 @@ def test_tiles_and_blocks_equal_torchao():
     np.testing.assert_array_equal(1 / across.scale[:, ::128, 0].T, inverse.numpy())
 
 
+def test_arrays_that_are_mapped_are_converted_each_by_its_scale():
+    x, scale = values((4, 3, 5), np.float32), jnp.asarray([[[3.0]], [[50.0]], [[7.0]]])
+    each = [scaled(x[:, i], E4M3, scale[i]).data for i in range(3)]
+    mapped = jax.vmap(lambda x, scale: scaled(x, E4M3, scale).data, (1, 0))(x, scale)
+    np.testing.assert_array_equal(torchao.bits(mapped), torchao.bits(jnp.stack(each)))
+    one = jax.vmap(lambda scale: scaled(x[:, 1], E4M3, scale).data)(scale)
+    np.testing.assert_array_equal(torchao.bits(one[1]), torchao.bits(each[1]))
+    assert (torchao.bits(one[0]) != torchao.bits(one[1])).any()
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=lambda dtype: dtype.name)
 def test_numbers_beside_the_middle_of_two_are_rounded_to_the_nearer(dtype):
     """Rounded twice, as by way of float16, those nearer to the middle than float16 resolves are on the wrong side."""

@@ -10,7 +10,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.distributed import make_mesh, shard
-from jaxtrain.passes.pipeline import AFTER_GRAD, AT_UPDATE, BEFORE_GRAD, GPU, applied
+from jaxtrain.passes.pipeline import AFTER_GRAD, AT_UPDATE, BEFORE_GRAD, GPU, Pass, applied, ordered
 from jaxtrain.step import explained
 
 EVERY = {x.name: x for x in (*BEFORE_GRAD, *AFTER_GRAD, *AT_UPDATE)}
@@ -75,6 +75,13 @@ def test_passes_that_are_not_listed_change_nothing(name, monkeypatch):
     assert all(EVERY[x].platforms == (GPU,) for x in left_out)
 
 
-def test_a_pass_without_a_place_is_an_error():
+def test_passes_are_applied_in_their_order_and_a_pass_without_a_place_is_an_error():
+    a, b, c = Pass("a", "", ""), Pass("b", "", "", after=("a",)), Pass("c", "", "")
+    every = ordered(a, b, c)
+    assert applied(every, {"c": lambda x: f"c({x})", "a": lambda x: f"a({x})"}, "fn") == "c(a(fn))"
+    with pytest.raises(ValueError, match="pass 'b' must follow 'a'"):
+        ordered(b, a)
+    with pytest.raises(ValueError, match="two passes have the name 'c'"):
+        ordered(c, a, c)
     with pytest.raises(ValueError, match="sort have no place in the order"):
         applied(AT_UPDATE, {"sort": partial(sorted)}, None)

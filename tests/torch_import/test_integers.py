@@ -125,6 +125,29 @@ def test_integers_are_those_of_int64(seed: int) -> None:
                 np.testing.assert_array_equal(ours, theirs, err_msg=str(module.programs[i]))
 
 
+class Few(nn.Module):
+    """One operation that needs 64 bits."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.which = which
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.which == "product":
+            return x * x % 50
+        if self.which == "comparison":
+            return x + (x > 2**40)
+        return x * 1000003 % 50 if x.sum() > 0 else x % 50
+
+
+def test_one_operation_that_needs_64_bits_has_them() -> None:
+    """A product without a large factor, a large number without a large result, and a part of a graph."""
+    for which in ("product", "comparison", "branch"):
+        module, x = Few(which), abs(IDS[0])
+        found, _ = from_torch(module, x)({}, x)
+        np.testing.assert_array_equal(found, module(torch.tensor(x)), err_msg=which)
+
+
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -102,10 +102,10 @@ def nll_loss(
 def nll_loss_forward(
     log_probs: jax.Array, target: jax.Array, weight: jax.Array | None, reduction: int, ignore_index: int
 ) -> tuple[jax.Array, Any]:
-    """Negative log-likelihood with its total weight."""
+    """Negative log-likelihood with its total weight, which is 0 for losses that are not reduced."""
     value = nll_loss(log_probs, target, weight, reduction, ignore_index)
-    ones = jnp.zeros(target.shape, log_probs.dtype)
-    return value, -_over_labels(ones - 1, target, weight, _SUM, ignore_index)
+    counts = jnp.full_like(log_probs, 0.0 if reduction == _NONE and log_probs.ndim > 1 else -1.0)
+    return value, nll_loss(counts, target, weight, _SUM, ignore_index)
 
 
 @op("binary_cross_entropy_with_logits.default")
