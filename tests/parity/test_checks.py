@@ -29,6 +29,7 @@ from parity.distributed.training import Scaling, Training
 from parity.divergence import Divergence
 from parity.explain import difference
 from parity.explain.conventions.optimizers import Recipe
+from parity.report import terminal
 from parity.selftest import gpt2
 from parity.settings import Settings
 from parity.sides import torch_side
@@ -63,6 +64,12 @@ def test_one_rank_trains_as_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> N
             np.testing.assert_allclose(ours.first.params[name], theirs.first.params[name], rtol=1e-5, atol=1e-7)
         assert not dist.is_initialized()
         assert ours.scales.tolist() == ([8, 8, 16, 16, 32] if scaling else theirs.scales.tolist())
+
+
+def test_a_mesh_that_shards_layers_is_refused() -> None:
+    with pytest.raises(UserError, match="'tensor=2' shards layers"):
+        Training(mlp.case, "tensor=2", None)
+    Training(mlp.case, "data=2", None)
 
 
 def test_ranks_get_their_rows_of_each_micro_batch_and_one_image_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +317,9 @@ def test_a_verdict_lists_its_faults_and_where_they_are() -> None:
         *("f", "stage: s", "in PyTorch: fc: mm", "in JAX: b.py:2", "PyTorch's module: T", "assigned in JAX: J"),
         *("not located: u", "diagnosis: d"),
     ]
+    shown = terminal.divergence(replace(found, parameters=tuple("abcdef"))).plain.splitlines()
+    assert next(line.split("  ")[1:] for line in shown) == ["forward of step 1", "fc: mm"]
+    assert shown[-1].split() == ["wrong", "gradients", "a,", "b,", "c,", "d,", "2", "more"]
     assert replace(verdict, first_divergence=None, stage=None, unlocated=None, diagnosis=None).lines == ["f"]
     tensors = tuple(TensorRatio(name, ratio, bar, 9) for name, ratio, bar in (("a", 3, 2), ("b", 8, 9), ("c", 1, 1)))
     worst = replace(verdict, tensors=tensors).worst_tensor

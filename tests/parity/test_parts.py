@@ -55,10 +55,12 @@ from parity.compare.reference import Reference
 from parity.divergence import Divergence
 from parity.explain import stages
 from parity.explain.conventions.optimizers import _over_root
+from parity.explain.conventions.variants import other_correction
 from parity.explain.difference import arises
 from parity.explain.locate import _Programs
 from parity.explain.stages import Comparison, Stage
 from parity.mutate import Mutant, Outcome, document, planting
+from parity.oracle.constants import recompute_constants
 from parity.record import Record, Snapshot
 from parity.selftest import products
 from parity.selftest.check_result import CheckResult
@@ -453,6 +455,26 @@ def test_outputs_are_compared_by_names_kinds_numbers_and_distances() -> None:
     nudged = outputs._nudged(single, np.random.default_rng(0))
     assert nudged.dtype == np.float32
     assert {*nudged.tolist()} == {1 - 2.0**-23, 1 + 2.0**-23}
+
+
+def test_outputs_in_the_modules_own_dtypes_may_be_as_far_off_as_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    # PyTorch's plain run, those from weights one ulp off, and the float64 run.
+    runs = {None: ([1.001], [1, 2, 3, 5]), 0: ([1.0011], [1, 2, 3, 5]), 1: ([1.001], [1, 2, 3, 5])}
+    of = lambda y, n: [{"y": np.array(y), "n": np.array(n)}]  # noqa: E731
+
+    def in_torch(case: Any, weights: Any, batches: Any, precision: str, nudge: int | None) -> Any:
+        return SimpleNamespace(outputs=of(*runs[nudge]))
+
+    def faults(y: float, n: list[int]) -> list[str]:
+        monkeypatch.setattr(outputs, "_in_jax", lambda *args: of([y], n))
+        case: Any = SimpleNamespace(outputs=SimpleNamespace(in_jax=None))
+        found = outputs._in_own_numbers(case, {}, [{}], of([1.0], [1, 2, 3, 4]))
+        return [line.partition(": ")[2].partition(" apart")[0] for line in found]
+
+    monkeypatch.setattr(outputs, "_in_torch", in_torch)
+    monkeypatch.setattr(outputs, "jit_as_written", lambda fn: fn)
+    assert faults(1.1, [1, 2, 3, 5]) == []
+    assert faults(1.12, [1, 2, 3, 4]) == ["output 'y' is 1.2e-01", "output 'n' is 2.5e-01"]
 
 
 def test_random_batches_follow_the_values_of_an_example() -> None:
@@ -932,6 +954,41 @@ def test_a_value_in_another_order_is_located_before_values_that_differ(monkeypat
     assert at is value
     monkeypatch.setattr(_Programs, "_first_value", lambda self: None)
     assert programs.first() is None
+
+
+class Built(torch.nn.Module):
+    """Tensors that are computed when the module is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third, self.random = torch.tensor(1.0) / 3, torch.rand(2)
+        self.trained = (torch.ones(2) / 3).requires_grad_()
+        self.register_buffer("exact", torch.tensor(0.5))
+        self.register_buffer("kept", torch.tensor(1.0) / 3)
+        self.register_buffer("ids", torch.arange(3))
+        self.register_buffer("empty", torch.ones(0))
+
+
+def test_constants_are_computed_again_in_float64_unless_they_are_trained_random_or_exact() -> None:
+    model = torch.nn.Sequential(Built())
+    before = {name: getattr(model[0], name) for name in ("random", "trained", "exact", "kept", "ids", "empty")}
+    assert recompute_constants(model, lambda: torch.nn.Sequential(Built()), {"0.kept"}) == ("0.third",)
+    assert float(model[0].third) == 1 / 3  # type: ignore[arg-type]
+    assert all(getattr(model[0], name) is x for name, x in before.items())
+
+
+def test_the_other_divisor_of_a_variance_leaves_the_arguments_as_they_are() -> None:
+    x = torch.tensor([[1.0, 2.0, 4.0], [0.0, 1.0, 7.0]])
+    calls: list[tuple[dict[str, Any], Any]] = [
+        ({"dim": 1}, x.var(1, correction=0)),
+        ({"dim": 1, "unbiased": False}, x.var(1)),
+        ({"dim": 0, "correction": 0}, x.var(0)),
+        ({"dim": False}, x.var()),
+    ]
+    for options, expected in calls:
+        given = {"input": x, **options}
+        torch.testing.assert_close(other_correction(torch.var, given), expected)
+        assert given == {"input": x, **options}
 
 
 def test_numbers_that_jax_drew_have_the_parameters_of_pytorchs_draw() -> None:
