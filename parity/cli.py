@@ -1,12 +1,4 @@
-"""`parity COMMAND`: list, check and locate cases. A mistake of the user is reported in one line.
-
-The arguments are parsed by argparse, unlike those of `jaxtrain`. The same commands were written with tyro 1.0 and not
-adopted. `parity run` must work on machines that have JAX, PyTorch and rich alone (`tests/parity/test_imports.py`), and
-tyro is installed by the extra `run` only. Nothing else was gained: 100 lines of dataclasses in place of 93 of the
-parser, 0.27 s in place of 0.17 s for `parity run --help`, and errors as panels of five to eight lines in place of one.
-For an unknown case tyro prints "Could not find valid parse for arguments: ['gtp2']" and drops the message of the
-converter, "did you mean 'gpt2'?". tyro saves code where every field of a dataclass is a flag, as in `jaxtrain train`.
-"""
+"""`parity COMMAND`: list, check and locate cases. A mistake of the user is reported in one line."""
 
 import argparse
 import difflib

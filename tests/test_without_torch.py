@@ -22,7 +22,7 @@ class NoTorch:
 sys.meta_path.insert(0, NoTorch())
 
 import jaxtrain as jt
-heavy = {"grain", "tyro", "tensorboardX", "orbax", "sklearn", "torch", "matplotlib", "PIL"} & set(sys.modules)
+heavy = {"grain", "tensorboardX", "orbax", "sklearn", "torch", "matplotlib", "PIL"} & set(sys.modules)
 assert not heavy, f"import jaxtrain imports {heavy}"
 
 import jax.numpy as jnp

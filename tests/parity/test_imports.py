@@ -8,7 +8,7 @@ import sys
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"grain", "tyro", "tensorboardX", "jax2onnx", "equinox"}:
+        if name.split(".")[0] in {"grain", "tensorboardX", "jax2onnx", "equinox"}:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Blocker())

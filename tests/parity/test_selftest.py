@@ -41,7 +41,7 @@ from parity.cli import main
 sys.exit(main(["selftest", *sys.argv[1:]]))
 """
 NOT_NEEDED = {
-    *("torch", "transformers", "grain", "tyro", "safetensors", "tensorboardX", "sklearn", "PIL", "matplotlib"),
+    *("torch", "transformers", "grain", "safetensors", "tensorboardX", "sklearn", "PIL", "matplotlib"),
     *("jinja2", "equinox", "pyarrow", "onnx", "pytest"),
 }
 
