@@ -25,8 +25,9 @@ def on_one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     # oneDNN corrupts memory in the backward pass of these convolutions on CPUs without AVX-512 (PyTorch 2.13).
-    with torch.backends.mkldnn.flags(enabled=False):
-        yield
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    yield
+    torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
     torch.set_num_threads(threads)
 
 

@@ -25,7 +25,7 @@ IMPORTED = (
         "sklearn.datasets",
     ),
     *("tensorboardX.proto.event_pb2", "tensorboardX.proto.summary_pb2", "tensorboardX.record_writer"),
-    *("PIL.ImageDraw", "PIL.ImageFont", "PIL.JpegImagePlugin", "typeguard"),
+    *("PIL.ImageDraw", "PIL.ImageFont", "PIL.JpegImagePlugin"),
 )
 
 
