@@ -7,6 +7,23 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+PARITY = Path(__file__).parent
+HARNESS = (
+    *(PARITY, *(PARITY / folder for folder in ("compare", "explain", "oracle", "sides", "unexercised"))),
+    *(PARITY / "cases" / file for file in ("default_loss.py", "example_batches.py", "imported.py")),
+)
+
+
+def is_of_harness(file: str) -> bool:
+    """Return whether a file is of what runs a case rather than of the case: the line of its caller is informative.
+
+    >>> from parity.cases import imported, mlp
+    >>> is_of_harness(__file__), is_of_harness(imported.__file__), is_of_harness(mlp.__file__)
+    (True, True, False)
+    """
+    path = Path(file)
+    return path in HARNESS or path.parent in HARNESS
+
 
 def source_line(file: str, line: int) -> str:
     """Return file, line number and text of a line.

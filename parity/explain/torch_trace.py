@@ -35,7 +35,7 @@ from parity.compare.fingerprint import Fingerprint, Sources, Trace, fingerprint
 from parity.sides import torch_side
 from parity.sides.jax_lines import is_of_python
 from parity.sides.randomness import Masks
-from parity.source import source_line
+from parity.source import is_of_harness, source_line
 
 aten = torch.ops.aten
 DECOMPOSED = get_decompositions(
@@ -59,7 +59,6 @@ FILLED = ("new_", "empty", "zeros", "ones", "full", "rand", "bernoulli", "scalar
 FRAMEWORK = Path(torch.__file__).parent
 INFORMATIVE = (FRAMEWORK / "optim", FRAMEWORK / "nn" / "utils")
 """Parts of PyTorch whose own lines are more informative than the calling line."""
-HARNESS = (Path(__file__).parent, Path(__file__).parent / "oracle")
 
 
 @dataclass(frozen=True)
@@ -359,4 +358,4 @@ def _built(module: torch.nn.Module, line: tuple[str, int] | None) -> str:
 def _is_informative(file: str) -> bool:
     path = Path(file)
     inside = path.is_relative_to(FRAMEWORK) and not any(path.is_relative_to(part) for part in INFORMATIVE)
-    return not inside and path.parent not in HARNESS and path.is_absolute() and not is_of_python(file)
+    return not inside and not is_of_harness(file) and path.is_absolute() and not is_of_python(file)

@@ -10,12 +10,9 @@ from jax.extend.core import JaxprEqn
 import jaxtrain
 from jaxtrain.program import record
 from jaxtrain.program.record import Inside
+from parity.source import is_of_harness
 
-HARNESS = (
-    *(Path(__file__).parent, Path(__file__).parent / "oracle"),
-    Path(jaxtrain.__file__).parent / "passes",
-    Path(jaxtrain.__file__).parent / "program",
-)
+REWRITES = tuple(Path(jaxtrain.__file__).parent / folder for folder in ("passes", "program"))
 
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
@@ -35,7 +32,7 @@ def libraries() -> tuple[Path, ...]:
 def is_of_user(file: str) -> bool:
     """Return whether a file is neither of the harness nor of a library."""
     path = Path(file)
-    ours = path.parent in HARNESS or any(path.is_relative_to(part) for part in libraries())
+    ours = is_of_harness(file) or path.parent in REWRITES or any(path.is_relative_to(part) for part in libraries())
     return path.is_absolute() and not ours and not is_of_python(file)
 
 

@@ -14,10 +14,11 @@ from jaxtrain.torch_internals import pytree
 from parity.case import Batch, Case
 from parity.oracle.in_torch import InFloat64
 from parity.sides.torch_side import few_threads, in_dtype, seeded_model, tensor
+from parity.source import PARITY
 from parity.unexercised.selections import Selections, caller
 
 TORCH = f"{Path(torch.__file__).parent}/"
-HARNESS = (f"{Path(__file__).parent}/oracle/", __file__, f"{TORCH}overrides.py", f"{TORCH}utils/_device.py")
+PASSED = (f"{PARITY}/oracle/", __file__, f"{TORCH}overrides.py", f"{TORCH}utils/_device.py")
 
 Conditions = Iterator[tuple[str, Tensor]]
 
@@ -41,7 +42,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").rstrip("_")
-        if name in SELECTIONS and (at := caller(sys._getframe(1), HARNESS)) and not at[0].startswith(TORCH):
+        if name in SELECTIONS and (at := caller(sys._getframe(1), PASSED)) and not at[0].startswith(TORCH):
             for what, condition in SELECTIONS[name](*args, **kwargs):
                 if not self._is_trained((args, kwargs) if name in COMPARED else condition) and condition.numel():
                     self.selections.add(what, *at, condition.numpy(force=True))

@@ -20,7 +20,7 @@ from torch import nn
 from jaxtrain.errors import UserError
 from jaxtrain.optim import parse_expression, schedules
 from parity import cli, pytest_plugin, run
-from parity.cases import CASES, mlp, t5, validity
+from parity.cases import CASES, bert, mlp, t5, validity
 from parity.cases.named_outputs import named_outputs
 from parity.compare.verdict import TensorRatio, Verdict
 from parity.distributed import torch_ranks
@@ -383,6 +383,12 @@ def test_a_batch_of_other_things_than_arrays_by_name_is_refused() -> None:
     ):
         with pytest.raises(UserError, match=line):
             validity.check_batch(batch, 2)
+
+
+def test_the_dropout_rates_of_bert_are_different() -> None:
+    config = bert._dropping(bert.BertConfig(), 0.4)
+    rates = (config.hidden_dropout_prob, config.attention_probs_dropout_prob, config.classifier_dropout)
+    assert (len({*rates}), max(rates)) == (3, 0.4)
 
 
 def test_results_are_named_by_keys_places_and_fields() -> None:

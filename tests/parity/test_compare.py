@@ -178,6 +178,17 @@ def test_an_exact_run_of_pytorch_allows_the_rounding_of_float32_in_losses_and_gr
     assert same_precision(record(1e-12), [record()], record()).error_ratio == math.inf
 
 
+def test_a_gradient_that_is_zero_in_mathematics_is_measured_by_pytorchs_distance_of_the_whole_gradient() -> None:
+    def run(weight: float, bias: float) -> Record:
+        grads = {"weight": np.full(60, 1 + weight), "bias": np.full(4, bias)}
+        return dataclasses.replace(record(), grads=grads)
+
+    verdict = same_precision(run(1e-3, 2e-3), [run(1e-3, 0)], run(0, 0))
+    ratios = {tensor.what: tensor.ratio for tensor in verdict.tensors}
+    assert ratios["gradient of weight"] == pytest.approx(1)
+    assert ratios["gradient of bias"] == pytest.approx(2 * math.sqrt(64 / 60))
+
+
 def test_loss_scales_must_be_equal() -> None:
     ours, theirs = record(1e-3, (8.0, 4.0, 4.0)), record(1e-3, (8.0, 8.0, 4.0))
     assert same_precision(ours, [theirs], record()).faults == ("loss scale after step 1: 4, PyTorch's 8",)

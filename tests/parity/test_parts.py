@@ -3,6 +3,7 @@
 import dataclasses
 import doctest
 import importlib
+import json
 import math
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from torch.nn import functional as F
@@ -30,6 +32,7 @@ from jaxtrain.interop import (
     linear_to_heads,
 )
 from jaxtrain.paths import none_frozen
+from jaxtrain.program import rewrite
 from parity import bundle
 from parity.case import AdamW, Case, Outputs
 from parity.cases import CASES, imported, text
@@ -53,23 +56,26 @@ from parity.compare.fingerprint import (
 from parity.compare.low_precision import TRAININGS
 from parity.compare.reference import Reference
 from parity.divergence import Divergence
-from parity.explain import stages
+from parity.explain import diagnose, stages, torch_trace
 from parity.explain.conventions.optimizers import _over_root
 from parity.explain.conventions.variants import other_correction
 from parity.explain.difference import arises
 from parity.explain.locate import _Programs
 from parity.explain.stages import Comparison, Stage
 from parity.mutate import Mutant, Outcome, document, planting
+from parity.oracle import in_jax, in_torch
 from parity.oracle.constants import recompute_constants
 from parity.record import Record, Snapshot
 from parity.selftest import products
 from parity.selftest.check_result import CheckResult
 from parity.settings import Settings
-from parity.sides import frozen, param_rounding, torch_fp8
+from parity.sides import frozen, jax_lines, param_rounding, torch_fp8
 from parity.sides.nonfinite import cause_of_nonfinite
 from parity.sides.randomness import GivenMasks
 from parity.unexercised import coverage, jax_selections, torch_selections
 from parity.unexercised.selections import Selections
+from parity.weights import proposal
+from parity.weights.assignment import Side
 from parity.weights.layouts import head_layouts, whole_layouts
 from parity.weights.proof import _used
 
@@ -1009,6 +1015,43 @@ def test_epsilons_inside_and_outside_of_a_root_are_where_they_say() -> None:
     np.testing.assert_allclose(_over_root(g, v, 0.0, True), [2.0, 6.0, 2.5])  # a gradient over the root of 0 is kept
     np.testing.assert_allclose(_over_root(g, v, 0.25, True), g / np.sqrt(v + 0.25), rtol=1e-6)
     np.testing.assert_allclose(_over_root(g, v, 0.25, False), g / (np.sqrt(v) + 0.25), rtol=1e-6)
+
+
+def test_lines_of_the_user_are_neither_of_the_harness_nor_of_a_library() -> None:
+    modules = (F, torch.optim, torch.nn.utils.parametrizations, optax, rewrite, json, np)
+    framework, optimizer, utils, library, program, python, numpy = (str(module.__file__) for module in modules)
+    parts = (bundle, float64, stages, in_torch, frozen, coverage, imported)
+    harness = [str(module.__file__) for module in parts]
+    theirs, ours = torch_trace._is_informative, jax_lines.is_of_user
+    assert [*map(theirs, (__file__, optimizer, utils, library, program, numpy))] == [True] * 6
+    assert [*map(ours, (__file__, optimizer, utils, library, program, numpy))] == [*[True] * 3, False, False, True]
+    assert not any(map(theirs, [*harness, framework, python, "<string>"]))
+    assert not any(map(ours, [*harness, python, "<string>"]))
+    assert ours(str(text.__file__))
+    assert theirs(str(text.__file__))
+    assert torch_selections.PASSED[0] in str(in_torch.__file__)
+
+
+def test_the_choices_of_a_proposal_and_of_a_diagnosis_are_tried_from_small_to_large() -> None:
+    assert proposal._unions({"a", "b"}, set(), {"c"}) == [{"c"}, {"a", "b"}, {"a", "b", "c"}]
+    paths = ["h.0.fc", "h.0.out", "h.1.fc"]
+    assert diagnose._scopes(paths, "h.1.fc") == [{*paths}, {"h.0.fc", "h.1.fc"}, {"h.1.fc"}]
+    assert diagnose._scopes(paths, "other") == diagnose._scopes(paths, None) == [{*paths}]
+    assert diagnose._scopes([], "h.1.fc") == []
+    assert diagnose._scopes(["fc"], "fc") == [{"fc"}]
+    shapes: dict[str, tuple[int, ...]] = {"a": (3,), "b": (3,), "c": (4,)}
+    assert Side(shapes, {"x": np.zeros(3), "y": np.zeros(3), "z": np.zeros(4)}, {}, set()).ambiguous
+    assert not Side({"a": (3,), "b": (4,)}, {"x": np.zeros(3), "y": np.zeros(4)}, {}, set()).ambiguous
+
+
+def test_only_arrays_of_rounded_numbers_are_nudged() -> None:
+    errors = np.linspace(-1, 1, in_jax.ERRORS)
+    third, half = np.full(5, 1 / 3, np.float32), np.array([0.5, -np.inf, 0.25], np.float32)
+    for x in (np.float32(1 / 3), half, np.arange(5), np.full(5, 1 / 3), np.array([True])):
+        assert in_jax._nudged_array(x, errors) is x  # type: ignore[arg-type]
+    with jax.enable_x64(True):
+        nudged = np.asarray(in_jax._nudged_array(third, errors))  # type: ignore[arg-type]
+    assert 0 < abs(nudged - third).max() <= in_jax.ULPS * np.spacing(third[0])
 
 
 SLOW_EXAMPLES = ("explain.diagnose", "explain.locate", "oracle.caches", "oracle.program", "run")
