@@ -97,7 +97,7 @@ def test_the_help_has_each_flag_its_default_and_its_bound(capsys: pytest.Capture
     assert "usage: prog [OPTIONS] A field of each type. options:" in shown
     assert "--count INT Number of things, 100% of them. (default: 3, at least 1)" in shown
     assert "--rate FLOAT (default: None, in [0, 1))" in shown
-    assert "-p [PORT], --port [PORT] (default: None)" in shown
+    assert "--port [PORT] (default: None)" in shown
     assert "--chosen {x,y,2} (default: x)" in shown
 
 
