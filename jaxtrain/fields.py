@@ -31,24 +31,22 @@ class Bound(NamedTuple):
 
     Example:
       >>> even = Bound(lambda x: x % 2 == 0, "be even", "add 1")
-      >>> even.error("width", 3), even.error("width", 4)
-      ('width must be even, got 3: add 1', None)
+      >>> even.message("width", 3)
+      'width must be even, got 3: add 1'
     """
 
     holds: Callable[[Any], bool]
     must: str
     remedy: str = ""
 
-    def error(self, name: str, value: Any) -> str | None:
-        """Return a message for a value that is out of bounds; None for others."""
-        if self.holds(value):
-            return None
+    def message(self, name: str, value: Any) -> str:
+        """Return the message for a value that is out of bounds."""
         return f"{name} must {self.must}, got {brief(value)}" + (f": {self.remedy}" if self.remedy else "")
 
     def check(self, name: str, value: Any) -> None:
         """Raise `UserError` for a value that is out of bounds."""
-        if message := self.error(name, value):
-            raise UserError(message)
+        if not self.holds(value):
+            raise UserError(self.message(name, value))
 
 
 def at_least(least: float, remedy: str = "") -> Bound:
@@ -133,10 +131,12 @@ def field_errors(values: Any) -> list[str]:
     """
     if wrong := type_errors(values):
         return wrong
-    given = {name: getattr(values, name) for name in bounds(type(values)) if getattr(values, name, None) is not None}
-    found = bounds(type(values))
-    errors = (next(filter(None, (bound.error(name, x) for bound in found[name])), None) for name, x in given.items())
-    return [error for error in errors if error]
+    errors = []
+    for name, of_field in bounds(type(values)).items():
+        value = getattr(values, name, None)
+        broken = [bound for bound in of_field if value is not None and not bound.holds(value)]
+        errors += [bound.message(name, value) for bound in broken[:1]]
+    return errors
 
 
 def type_errors(values: Any) -> list[str]:
@@ -197,7 +197,11 @@ def from_json(kind: type[T], values: Any) -> T:
 
 def brief(value: Any) -> str:
     """Format a value as Python writes it, abbreviated to one short line."""
-    text = str(value) if isinstance(value, int | float | Path) else repr(value)
+    return abbreviated(str(value) if isinstance(value, int | float | Path) else repr(value))
+
+
+def abbreviated(text: str) -> str:
+    """Return a text, its end left out if it is long."""
     return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}…"
 
 

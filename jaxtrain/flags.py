@@ -19,12 +19,10 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from jaxtrain.errors import UserError
-from jaxtrain.fields import bounds, brief, type_errors
-
-_NONE = "None"
+from jaxtrain.fields import abbreviated, bounds, brief, type_errors
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def _all_parsed(defaults: Sequence[Any], args: Sequence[str], prog: str, summary
         ]
         meant = sorted({name for names in close for name in names})
         proposal = f", did you mean {' and '.join(meant)}" if meant else ""
-        raise UserError(f"unrecognized arguments: {' '.join(map(brief_text, unknown))}{proposal}; see {prog} --help")
+        raise UserError(f"unrecognized arguments: {' '.join(map(abbreviated, unknown))}{proposal}; see {prog} --help")
     return values
 
 
@@ -116,11 +114,6 @@ def parse_known(default: T, args: Sequence[str], prog: str) -> tuple[T, list[str
     """
     (value,), unknown = _parsed([default], args, prog, None, add_help=False)
     return value, unknown
-
-
-def brief_text(text: str) -> str:
-    """Return an argument as it was given, abbreviated if it is long."""
-    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -221,26 +214,24 @@ def _fields(default: Any) -> list[_Field]:
     hints, docs, limits = get_type_hints(kind, include_extras=True), field_docs(kind), bounds(kind)
     found = []
     for field in dataclasses.fields(kind):
-        hint, metadata = hints[field.name], cast(tuple[Any, ...], ())
-        if get_origin(hint) is Annotated:
-            hint, metadata = get_args(hint)[0], hint.__metadata__
-        flag = next((x for x in metadata if isinstance(x, Flag)), Flag())
+        hint = hints[field.name]
+        flag = next((x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Flag)), Flag())
         value = getattr(default, field.name)
         facts = [f"default: {value}", *(bound.must.removeprefix("be ") for bound in limits.get(field.name, ())[:1])]
         text = f"{docs.get(field.name, '')} ({', '.join(facts)})".replace("%", "%%").strip()
-        found.append(_Field(field.name, _plain(hint, f"{kind.__name__}.{field.name}", flag), flag, value, text))
+        found.append(_Field(field.name, _plain(hint, f"{kind.__name__}.{field.name}"), flag, value, text))
     return found
 
 
-def _plain(hint: Any, name: str, flag: Flag) -> Any:
+def _plain(hint: Any, name: str) -> Any:
     """Return a type of values that can be written on a command line, without metadata."""
     if get_origin(hint) is Annotated:
-        return _plain(get_args(hint)[0], name, flag)
+        return _plain(get_args(hint)[0], name)
     parts = get_args(hint)
     if get_origin(hint) in (Union, types.UnionType):
-        return Union[tuple(_plain(part, name, flag) for part in parts)]  # noqa: UP007 - of parts known at run time
+        return Union[tuple(_plain(part, name) for part in parts)]  # noqa: UP007 - of parts known at run time
     if get_origin(hint) is tuple:
-        inner = {_plain(part, name, flag) for part in parts if part is not ...}
+        inner = {_plain(part, name) for part in parts if part is not ...}
         if len(inner) == 1:
             return tuple[(inner.pop(), ...)]  # type: ignore[misc]
     if hint in (int, float, str, bool, Path, types.NoneType) or get_origin(hint) is Literal:
@@ -257,7 +248,7 @@ def _value(text: str, hint: Any, choices: tuple[str, ...]) -> Any:
     parts = (
         get_args(hint) if get_origin(hint) is Union else get_args(hint)[:1] if get_origin(hint) is tuple else (hint,)
     )
-    if types.NoneType in parts and text == _NONE:
+    if types.NoneType in parts and text == "None":
         return None
     parts = tuple(part for part in parts if part is not types.NoneType)
     for part in parts:

@@ -36,7 +36,7 @@ def test_a_quick_run_has_a_quick_case_of_each_promise_within_its_time() -> None:
     assert sum(SECONDS.get(name, SHORT / 3) for name in found) <= QUICK_SECONDS
 
 
-def test_a_change_runs_a_case_of_each_promise_and_short_law_the_nearest_tests_and_longer_laws_in_turn() -> None:
+def test_a_change_runs_promises_short_laws_the_nearest_tests_and_longer_laws_in_turn() -> None:
     near = {"tests/c.py": 1, "jaxtrain/c.py": 0}
     found = chosen("change", of_promises=PROMISES, nearness=near)
     assert {function_of(name) for name in found} >= {test for tests in PROMISES.values() for test in tests}

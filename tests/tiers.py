@@ -4,8 +4,8 @@ A law is a test that a promise of docs/guarantees.md names, by itself or with al
 mark `law`. There are three tiers:
 
 - quick, of `pytest` alone: a quick case of each promise, and of as many laws as its time holds;
-- change, of continuous integration: a quick case of each promise and of each law of a few seconds, the tests that are
-  nearest to the last commits' changes by the graph of imports, and as many of the longer laws as its time holds;
+- change, of continuous integration: a quick case of each promise and of each law of up to two seconds, the tests that
+  are nearest to the last commits' changes by the graph of imports, and as many of the longer laws as its time holds;
 - all: everything, for a nightly run.
 
 Which cases of a test they are, and which examples hypothesis draws, depends on the commit, so that all are seen within

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
-from jaxtrain.fields import Bound, at_least, at_most, brief
+from jaxtrain.fields import Bound, at_least, at_most
 from jaxtrain.optim.complex_parameters import with_complex
 from jaxtrain.optim.gradient import Mask
 
@@ -26,6 +26,7 @@ PYTORCH_ARGUMENTS = {
 
 _AT_LEAST_0 = at_least(0)
 _IN_0_1 = Bound(lambda x: bool(0 <= x < 1), "be in [0, 1)")
+_ETAS = Bound(lambda x: bool(0 < x[0] < 1 < x[1]), "be a number in (0, 1) and one above 1", "use (0.5, 1.2)")
 _UPDATES = Bound(lambda x: isinstance(x, int | np.integer) and bool(x >= 1), "be a number of updates, at least 1")
 _BOUNDS: dict[str, Bound] = {
     # Of the constructors in torch.optim.
@@ -61,8 +62,7 @@ def bounded(function: _F) -> _F:
 
     @functools.wraps(function)
     def build(*args: Any, **kwargs: Any) -> Any:
-        for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
-            _check_bounds(function.__name__, name, value)
+        _check_bounds(function.__name__, {**dict(zip(names, args, strict=False)), **kwargs})
         return function(*args, **kwargs)
 
     return cast(_F, build)
@@ -91,8 +91,7 @@ def optimizer(factory: _F) -> _F:
             raise UserError(f"{factory.__name__} has no argument {argument}: {remedy}")
         if names and names[0] == "learning_rate":
             _check_rate(factory.__name__, args[0] if args else kwargs.get("learning_rate", 0.0))
-        for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
-            _check_bounds(factory.__name__, name, value)
+        _check_bounds(factory.__name__, {**dict(zip(names, args, strict=False)), **kwargs})
         given = signature.bind(*args, **kwargs)
 
         def make(mask: Mask) -> optax.GradientTransformation:
@@ -115,15 +114,18 @@ def _check_rate(name: str, rate: Any) -> None:
     raise UserError(f"the learning_rate of {name} must be a number or a schedule, got {value}: {remedy}")
 
 
-def _check_bounds(function: str, name: str, value: Any) -> None:
+def _check_bounds(function: str, arguments: Mapping[str, Any]) -> None:
     """Raise `UserError` for a number, or one of a pair, that PyTorch's constructor refuses; schedules are accepted."""
-    if name == "etas" and not 0 < value[0] < 1 < value[1]:
-        raise UserError(f"etas of {function} must be a number in (0, 1) and one above 1, got {value}: use (0.5, 1.2)")
-    bound = _BOUNDS.get(name, _BOUNDS.get(f"{function}.{name}"))
-    if bound is None:
-        return
-    for number in value if isinstance(value, tuple) else (value,):
-        # A traced number has no value yet.
-        is_known = isinstance(number, int | float | np.number | np.ndarray | jax.Array)
-        if is_known and not isinstance(number, jax.core.Tracer) and np.ndim(number) == 0 and not bound.holds(number):
-            raise UserError(f"{name} of {function} must {bound.must}, got {brief(value)}")
+    for name, value in arguments.items():
+        if name == "etas":
+            _ETAS.check(f"etas of {function}", value)
+        bound = _BOUNDS.get(name, _BOUNDS.get(f"{function}.{name}"))
+        numbers = value if isinstance(value, tuple) else (value,)
+        if bound is not None and not all(bound.holds(x) for x in numbers if _is_known_number(x)):
+            raise UserError(bound.message(f"{name} of {function}", value))
+
+
+def _is_known_number(x: Any) -> bool:
+    """Whether a bound applies: a traced number has no value yet."""
+    is_number = isinstance(x, int | float | np.number | np.ndarray | jax.Array) and np.ndim(x) == 0
+    return is_number and not isinstance(x, jax.core.Tracer)
