@@ -1,21 +1,40 @@
 """`python -m benchmarks [SUITE] [--workload W] [--precision P] [--minutes M] [--json F] [--html F] [--png F]`."""
 
-import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 
 import jaxtrain
 from benchmarks.budget import Budget
 from jaxtrain.errors import UserError
+from jaxtrain.fields import Bound, field_errors
+from jaxtrain.flags import Flag, parse
 
-MINUTES = 10.0
+
+@dataclass(frozen=True)
+class Benchmarks:
+    """Time training steps of JAX and PyTorch on the same work."""
+
+    suite: Annotated[str, Flag(positional=True, metavar="SUITE")] = "cpu"
+    """cpu, gpu, optimizers, host, features or scaling; cpu by default."""
+    workload: Annotated[tuple[str, ...], Flag(metavar="W", listed=True)] = ()
+    """Measure only rows of these workloads, separated by commas; by default all."""
+    precision: Annotated[tuple[str, ...], Flag(metavar="P", listed=True)] = ()
+    """Measure only rows of these precisions, separated by commas; by default all."""
+    minutes: Annotated[float, Bound(lambda x: x > 0, "be positive and finite"), Flag(metavar="M")] = 10.0
+    """Time limit; what does not fit is reduced or skipped."""
+    json: Annotated[Path | None, Flag(metavar="F")] = None
+    """Write the figures, updated after every workload."""
+    html: Annotated[Path | None, Flag(metavar="F")] = None
+    """Write a page with chart and figures."""
+    png: Annotated[Path | None, Flag(metavar="F")] = None
+    """Write the chart."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,9 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit status: 0, 1 where an engine fails or engines do different work, 2 for wrong usage, 130 if interrupted.
     """
-    arguments = _parser().parse_args(argv)
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args == ["--version"]:
+        print(f"benchmarks of jaxtrain {jaxtrain.__version__}")
+        return 0
     try:
-        return _run(arguments)
+        return _run(parse(Benchmarks(), args, "python -m benchmarks"))
     except UserError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return error.exit_status
@@ -38,34 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    from benchmarks.suites import SUITES
-
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description="Time training steps of JAX and PyTorch on the same work.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"benchmarks of jaxtrain {jaxtrain.__version__}")
-    parser.add_argument("suite", nargs="?", default="cpu", help=f"one of {', '.join(SUITES)} (default: cpu)")
-    for flag in ("workload", "precision"):
-        text = f"measure only rows of this {flag}; may be repeated"
-        parser.add_argument(f"--{flag}", action="append", default=[], metavar=flag[0].upper(), help=text)
-    text = f"time limit; what does not fit is reduced or skipped (default: {MINUTES:g})"
-    parser.add_argument("--minutes", type=float, default=MINUTES, metavar="M", help=text)
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures, updated after every workload")
-    parser.add_argument("--html", type=Path, metavar="F", help="write a page with chart and figures")
-    parser.add_argument("--png", type=Path, metavar="F", help="write the chart")
-    return parser
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def _run(options: Benchmarks) -> int:
     from benchmarks.suites import select
 
-    suite = select(arguments.suite, arguments.workload, arguments.precision)
-    if not 0 < arguments.minutes < math.inf:
-        raise UserError(f"--minutes must be positive and finite, got {arguments.minutes:g}")
-    for path in (arguments.json, arguments.html, arguments.png):
+    suite = select(options.suite, options.workload, options.precision)
+    if wrong := field_errors(options):
+        raise UserError(f"--{wrong[0]}")
+    for path in (options.json, options.html, options.png):
         _check_writable(path)
     # Workers share the accelerator with this process.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -75,20 +76,20 @@ def _run(arguments: argparse.Namespace) -> int:
 
     # A pipe has no width.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
-    header: dict[str, Any] = {"suite": arguments.suite, "environment": environment()}
+    header: dict[str, Any] = {"suite": options.suite, "environment": environment()}
     document: dict[str, Any] = {}
 
     def save(results: Results, complete: bool = False) -> None:
-        document.update({**header, **_figures(arguments.suite, results), "complete": complete})
-        if arguments.json:
-            write_json(arguments.json, document)
+        document.update({**header, **_figures(options.suite, results), "complete": complete})
+        if options.json:
+            write_json(options.json, document)
 
-    budget = Budget(60 * arguments.minutes)
+    budget = Budget(60 * options.minutes)
     try:
         with console.status("starting") as status:
             progress = status.update if console.is_terminal else console.print
             results = measure(suite, budget, progress, console.print, save)
-        if arguments.suite == "scaling":
+        if options.suite == "scaling":
             from benchmarks.devices import memory_by_devices
 
             header["memory_per_device"] = memory_by_devices(budget.remaining())
@@ -96,7 +97,7 @@ def _run(arguments: argparse.Namespace) -> int:
     finally:
         if document.get("rows"):
             _print(console, document)
-            _write_pages(arguments.html, arguments.png, document)
+            _write_pages(options.html, options.png, document)
     return 0
 
 

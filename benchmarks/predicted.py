@@ -5,12 +5,12 @@
 With a GPU the figures complement measured ones; without one they show how a change affects the program.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +19,7 @@ from benchmarks.workloads import WORKLOADS
 from jaxtrain.cost import GpuProgram, find_target, flops, format_bytes
 from jaxtrain.distributed import data_parallel_size, parse_mesh
 from jaxtrain.errors import UserError
+from jaxtrain.flags import Flag, parse
 from parity.case import Case
 
 
@@ -97,60 +98,76 @@ def figures(program: GpuProgram, flop_count: int) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Predicted:
+    """Compile workloads for a GPU, and print what their programs move, launch and wait for."""
+
+    workloads: Annotated[tuple[str, ...], Flag(positional=True, metavar="WORKLOAD")] = ()
+    """Workloads of the suites."""
+    device: str = "h100"
+    """h100, h200 or a100."""
+    precision: str = "bf16"
+    """Policy."""
+    accumulate: int = 1
+    """Micro-batches per window."""
+    remat: str = "none"
+    """Rematerialization policy."""
+    scan: bool = False
+    """Keep the loop over layers."""
+    mesh: str | None = None
+    """Sizes of a mesh, such as "fsdp=8", with the workload's rows on every device."""
+    depth: int | None = None
+    """Number of layers; by default the workload's."""
+    origins: int = 0
+    """Print this many origins with most bytes."""
+    json: Path | None = None
+    """Write the figures."""
+    hlo: Path | None = None
+    """Folder that the programs are written to."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile workloads and print their figures."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.predicted", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
-    parser.add_argument("workloads", nargs="+", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}")
-    parser.add_argument("--device", default="h100", help="h100, h200 or a100 (default: h100)")
-    parser.add_argument("--precision", default="bf16", help="policy (default: bf16)")
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per window (default: 1)")
-    parser.add_argument("--remat", default="none", help="rematerialization policy (default: none)")
-    parser.add_argument("--scan", action="store_true", help="keep the loop over layers")
-    parser.add_argument("--mesh", help='sizes of a mesh, such as "fsdp=8", with the workload\'s rows on every device')
-    parser.add_argument("--depth", type=int, help="number of layers instead of the workload's")
-    parser.add_argument("--origins", type=int, default=0, metavar="N", help="print the N origins with most bytes")
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures")
-    parser.add_argument("--hlo", type=Path, metavar="FOLDER", help="write the programs")
-    arguments = parser.parse_args(argv)
     try:
-        return _run(arguments)
+        args = list(sys.argv[1:] if argv is None else argv)
+        return _run(parse(Predicted(), args, "python -m benchmarks.predicted"))
     except UserError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return error.exit_status
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    find_target(arguments.device)
-    unknown = [name for name in arguments.workloads if name not in WORKLOADS]
+def _run(options: Predicted) -> int:
+    find_target(options.device)
+    if not options.workloads:
+        raise UserError(f"a workload is required: name some of {', '.join(WORKLOADS)}")
+    unknown = [name for name in options.workloads if name not in WORKLOADS]
     if unknown:
         raise UserError(f"workload {unknown[0]!r} is unknown: choose from {', '.join(WORKLOADS)}")
     console, rows = Console(highlight=False), []
-    for name in arguments.workloads:
+    for name in options.workloads:
         console.print(f"compiling {name} …")
-        case = WORKLOADS[name].case({} if arguments.depth is None else {"depth": arguments.depth})
+        case = WORKLOADS[name].case({} if options.depth is None else {"depth": options.depth})
         program = case_program(
             case,
-            arguments.device,
-            precision=arguments.precision,
-            accumulate=arguments.accumulate,
-            remat=arguments.remat,
-            unroll=not arguments.scan,
-            mesh=arguments.mesh,
+            options.device,
+            precision=options.precision,
+            accumulate=options.accumulate,
+            remat=options.remat,
+            unroll=not options.scan,
+            mesh=options.mesh,
             rules=WORKLOADS[name].sharding(),
         )
-        if arguments.hlo is not None:
-            arguments.hlo.mkdir(parents=True, exist_ok=True)
-            (arguments.hlo / f"{name}{'-scan' if arguments.scan else ''}.hlo").write_text(program.hlo)
+        if options.hlo is not None:
+            options.hlo.mkdir(parents=True, exist_ok=True)
+            (options.hlo / f"{name}{'-scan' if options.scan else ''}.hlo").write_text(program.hlo)
         rows.append({"workload": name, **figures(program, model_flops(case))})
-        for origin in program.origins()[: arguments.origins]:
+        for origin in program.origins()[: options.origins]:
             console.print(
                 f"{origin.moved / 2**30:7.2f} GiB ×{origin.times:<4} {origin.kind} | {origin.op_name[-110:]}",
                 soft_wrap=True,
             )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
     console.print(_table(rows))
     return 0
 

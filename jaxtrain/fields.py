@@ -110,7 +110,7 @@ def _own_bounds(kind: type) -> dict[str, tuple[Bound, ...]]:
 
 def _bounds_in(hint: Any) -> tuple[Bound, ...]:
     if get_origin(hint) is Annotated:
-        return tuple(x for x in hint.__metadata__ if isinstance(x, Bound))
+        return (*(x for x in hint.__metadata__ if isinstance(x, Bound)), *_bounds_in(get_args(hint)[0]))
     if get_origin(hint) in (Union, types.UnionType):
         return tuple(bound for part in get_args(hint) for bound in _bounds_in(part))
     return ()

@@ -35,6 +35,9 @@ class Flag:
       metavar: The value in the help.
       bare: Returns the value of the flag alone, for a flag whose value may be left out.
       choices: What a given value must be; none for any value of the field's type.
+      positional: Whether the arguments without a flag are the field's: all those of a tuple, or one, which may be left
+        out unless the default is "".
+      listed: Whether the values of a tuple are separated by commas, and the flag may be repeated.
     """
 
     name: str | None = None
@@ -42,6 +45,8 @@ class Flag:
     metavar: str | None = None
     bare: Callable[[], Any] | None = None
     choices: tuple[str, ...] = ()
+    positional: bool = False
+    listed: bool = False
 
 
 T = TypeVar("T")
@@ -146,9 +151,21 @@ class _Field:
     @property
     def flags(self) -> list[str]:
         """The names on the command line."""
+        if self.flag.positional:
+            return []
         name = (self.flag.name or self.name).replace("_", "-")
         negative = [f"--no-{name}"] if self.hint is bool else []
         return [*([self.flag.short] if self.flag.short else []), f"--{name}", *negative]
+
+    @property
+    def metavar(self) -> str:
+        """The value in the help."""
+        return self.flag.metavar or _metavar(self.hint)
+
+    @property
+    def usage(self) -> str:
+        """A positional argument in the usage."""
+        return f"{self.metavar}…" if get_origin(self.hint) is tuple else self.metavar
 
     def add_to(self, group: Any) -> None:
         """Add the flag to a group of a parser."""
@@ -158,12 +175,20 @@ class _Field:
             # Its other name is added by the action.
             group.add_argument(*self.flags[:-1], **settings)
             return
-        if get_origin(self.hint) is tuple:
+        convert = functools.partial(_value, hint=self.hint, flag=self.flag)
+        if self.flag.listed:
+            settings["action"] = "extend"
+            settings["type"] = lambda text: [convert(part) for part in text.split(",")]
+        elif get_origin(self.hint) is tuple:
             settings["nargs"] = "*"
-        if self.flag.bare is not None:
+        elif self.flag.positional and self.default != "":
+            settings["nargs"] = "?"
+        elif self.flag.bare is not None:
             settings |= {"nargs": "?", "const": _BARE}
-        convert = functools.partial(_value, hint=self.hint, choices=self.flag.choices)
-        group.add_argument(*self.flags, type=convert, metavar=self.flag.metavar or _metavar(self.hint), **settings)
+        if self.flag.positional:
+            group.add_argument(settings.pop("dest"), type=convert, metavar=self.metavar, **settings)
+        else:
+            group.add_argument(*self.flags, metavar=self.metavar, **{"type": convert, **settings})
 
     def value(self, given: Any) -> Any:
         """Return the field's value for what the parser read."""
@@ -184,15 +209,15 @@ def _parsed(
             raise UserError(f"{wrong[0]}: fix it")
     _check_values(args)
     summary = inspect.getdoc(type(defaults[0])) if summary is None else summary
+    fields = [_fields(default) for default in defaults]
     parser = _Parser(
         prog=prog,
-        usage=f"{prog} [OPTIONS]",
+        usage=" ".join([prog, *(x.usage for x in fields[0] if x.flag.positional), "[OPTIONS]"]),
         description=_paragraph(summary or ""),
         add_help=add_help,
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=26),
     )
-    fields = [_fields(default) for default in defaults]
     for default, of_default in zip(defaults, fields, strict=True):
         group = parser if default is defaults[0] else parser.add_argument_group(f"fields of {type(default).__name__}")
         for field in of_default:
@@ -217,9 +242,13 @@ def _fields(default: Any) -> list[_Field]:
         hint = hints[field.name]
         flag = next((x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Flag)), Flag())
         value = getattr(default, field.name)
-        facts = [f"default: {value}", *(bound.must.removeprefix("be ") for bound in limits.get(field.name, ())[:1])]
-        text = f"{docs.get(field.name, '')} ({', '.join(facts)})".replace("%", "%%").strip()
-        found.append(_Field(field.name, _plain(hint, f"{kind.__name__}.{field.name}"), flag, value, text))
+        doc, limit = docs.get(field.name, ""), limits.get(field.name, ())[:1]
+        is_said = flag.positional or "default" in doc or (value is None and doc != "" and "None" not in doc)
+        facts = [] if is_said else [f"default: {value}"]
+        facts += [bound.must.removeprefix("be ") for bound in limit]
+        text = f"{doc} ({', '.join(facts)})" if facts else doc
+        plain = _plain(hint, f"{kind.__name__}.{field.name}")
+        found.append(_Field(field.name, plain, flag, value, text.replace("%", "%%").strip()))
     return found
 
 
@@ -239,11 +268,12 @@ def _plain(hint: Any, name: str) -> Any:
     raise UserError(f"{name} has the type {hint}, which no flag can have: use a number, a string, a path or a boolean")
 
 
-def _value(text: str, hint: Any, choices: tuple[str, ...]) -> Any:
+def _value(text: str, hint: Any, flag: Flag) -> Any:
     """Return the value that an argument stands for."""
-    if choices:
-        if text not in choices:
-            raise argparse.ArgumentTypeError(f"must be {_or(choices)}, or without a value, got {brief(text)}")
+    if flag.choices:
+        if text not in flag.choices:
+            bare = ", or without a value" if flag.bare is not None else ""
+            raise argparse.ArgumentTypeError(f"must be {_or(flag.choices)}{bare}, got {brief(text)}")
         return text
     parts = (
         get_args(hint) if get_origin(hint) is Union else get_args(hint)[:1] if get_origin(hint) is tuple else (hint,)

@@ -1,25 +1,25 @@
 """`parity COMMAND`: list, check and locate cases. A mistake of the user is reported in one line."""
 
-import argparse
 import difflib
 import json
 import logging
-import math
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 
 import jaxtrain
 from jaxtrain.errors import UserError
+from jaxtrain.fields import Count, CountOrZero, Rate, field_errors
+from jaxtrain.flags import Flag, parse, parse_known
 from parity.attestation import environment
 from parity.case import Case
 from parity.cases import CASES, SUMMARIES, case_of
@@ -30,53 +30,181 @@ from parity.report import Result, bars, divergence, document, table, waiting
 from parity.run import examine, replay
 from parity.settings import PRECISIONS, Settings, settings_of, validate
 
+_Case = Annotated[str, Flag(positional=True, metavar="CASE")]
+_Precisions = Annotated[tuple[str, ...], Flag(metavar="P", listed=True, choices=PRECISIONS)]
+_File = Annotated[Path | None, Flag(metavar="F")]
+
+
+@dataclass(frozen=True)
+class _Command:
+    debug: bool = False
+    """Show tracebacks and log messages."""
+
+
+@dataclass(frozen=True)
+class _Training(_Command):
+    dropout: Annotated[Rate | None, Flag(metavar="P")] = None
+    """Dropout rate, with the same masks on both sides; default 0."""
+    seed: Annotated[CountOrZero | None, Flag(metavar="S")] = None
+    """Seed of weights and data; default: the recipe's own, or 0."""
+    steps: Annotated[Count | None, Flag(metavar="N")] = None
+    """Optimizer steps; default: the recipe's own, or 20."""
+
+
+@dataclass(frozen=True)
+class Run(_Training):
+    """Train cases in PyTorch and in JAX, and compare."""
+
+    cases: Annotated[tuple[str, ...], Flag(positional=True, metavar="CASE")] = ()
+    """Built-in cases, or those of files as FILE.py::case; default: all that are built in."""
+    precision: _Precisions = ()
+    """Separated by commas; default: fp64,fp32."""
+    accumulate: Annotated[Count | None, Flag(metavar="K")] = None
+    """Micro-batches per accumulation window; default: the recipe's own, or 1."""
+    remat: Annotated[str | None, Flag(metavar="P")] = None
+    """JAX's rematerialization policy; default: the recipe's own, or none."""
+    json: _File = None
+    """Write the results as JSON."""
+    html: _File = None
+    """Write the results as an HTML page."""
+    bundle: Annotated[Path | None, Flag(metavar="DIR")] = None
+    """Compare with a bundle of parity record, without PyTorch."""
+
+
+@dataclass(frozen=True)
+class Locate(_Training):
+    """Find the first operation in which a case differs."""
+
+    case: _Case = ""
+    """A built-in case, or FILE.py::case."""
+    steps: Annotated[Count, Flag(metavar="N")] = STEPS
+    """Optimizer steps."""
+
+
+@dataclass(frozen=True)
+class Prove(_Command):
+    """Prove that each tensor corresponds to the leaf named in the case."""
+
+    case: _Case = ""
+    """A built-in case, or FILE.py::case."""
+
+
+@dataclass(frozen=True)
+class Record(_Training):
+    """Record a case's PyTorch side for machines without PyTorch."""
+
+    case: _Case = ""
+    """A built-in case, or FILE.py::case."""
+    out: Annotated[Path | None, Flag(metavar="DIR")] = None
+    """Folder without a bundle."""
+    precision: _Precisions = ()
+    """Separated by commas; default: fp64,fp32."""
+    accumulate: Annotated[Count | None, Flag(metavar="K")] = None
+    """Micro-batches per accumulation window; default: the recipe's own, or 1."""
+
+
+@dataclass(frozen=True)
+class Mutate(_Command):
+    """Plant bugs in a module's operations and check that each is found."""
+
+    factories: Annotated[tuple[str, ...], Flag(positional=True, metavar="FILE.py::FACTORY")] = ()
+    """Functions that return a module and an example batch."""
+    clean: Annotated[CountOrZero, Flag(metavar="N")] = 0
+    """Number of additional runs without a bug."""
+    json: _File = None
+    """Write the outcomes as JSON."""
+
+
+@dataclass(frozen=True)
+class Selftest(_Command):
+    """Check that this machine trains correctly, without PyTorch."""
+
+    device: Literal["cpu", "gpu"] | None = None
+    """Default: JAX's default device."""
+    json: _File = None
+    """Write the results as JSON."""
+
+
 PRECISION = ("fp64", "fp32")
 """The precisions of a check by default."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0, 1 if something differs, 2 for wrong usage."""
-    try:
-        options, others = _parser().parse_known_args(argv)
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    options.flags = others
-    if others and not _are_recipes(options):
-        print(f"parity: unrecognized arguments: {' '.join(others)}", file=sys.stderr)
-        return 2
-    if options.command == "list":
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] == ["--version"]:
+        print(f"parity of jaxtrain {jaxtrain.__version__}")
+        return 0
+    if not args or args[0] in ("-h", "--help"):
+        _print_commands()
+        return 0 if args else 2
+    if args == ["list"]:
         width = max(map(len, SUMMARIES))
         print("\n".join(f"{name:{width}}  {summary}" for name, summary in SUMMARIES.items()))
         return 0
-    commands = {
-        "run": _run,
-        "locate": _locate,
-        "prove": _prove,
-        "record": _record,
-        "mutate": _mutate,
-        "selftest": _selftest,
-    }
-    return _answer(commands[options.command], options)
+    try:
+        options, flags = _parsed(args)
+    except UserError as error:
+        print(f"parity: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as stop:  # of --help
+        return int(stop.code or 0)
+    return _answer(options, flags)
 
 
-def _are_recipes(options: argparse.Namespace) -> bool:
-    """Whether a command names cases of files alone, whose fields flags may set."""
-    named = options.cases if "cases" in options else [getattr(options, "case", "")]
-    return bool(named) and all("::" in name for name in named)
+def _print_commands() -> None:
+    print("usage: parity COMMAND …\n")
+    summaries = {name: (kind.__doc__ or "").rstrip(".") for name, (kind, _) in _COMMANDS.items()}
+    summaries = {"list": "List the built-in cases", **summaries}
+    print("\n".join(f"  {name:10} {text[:1].lower()}{text[1:]}" for name, text in summaries.items()))
+    print("\n  parity COMMAND --help lists its flags; parity --version")
 
 
-def _answer(command: Callable[[argparse.Namespace, Console], int], options: argparse.Namespace) -> int:
+def _parsed(args: Sequence[str]) -> tuple[Any, list[str]]:
+    """Return the options of a command, and the flags that set fields of a recipe.
+
+    Raises:
+      UserError: An argument is unknown or out of bounds.
+    """
+    name, *words = args
+    if name not in _COMMANDS:
+        near = difflib.get_close_matches(name, _COMMANDS, n=1, cutoff=0.5)
+        hint = f", did you mean {near[0]!r}" if near else ""
+        raise UserError(f"no command {name!r}{hint}: choose one of list, {', '.join(_COMMANDS)}")
+    kind, prog = _COMMANDS[name][0], f"parity {name}"
+    if {"-h", "--help"} & {*words}:
+        parse(kind(), words, prog)
+    options, flags = parse_known(kind(), words, prog)
+    named = _named(options)
+    if flags and not (named and all("::" in case for case in named)):
+        parse(kind(), words, prog)  # refuses them
+    for case in named:
+        _check_case(case)
+    if wrong := field_errors(options):
+        raise UserError(f"--{wrong[0]}")
+    for file in (getattr(options, "json", None), getattr(options, "html", None)):
+        _check_writable(file)
+    return options, flags
+
+
+def _named(options: Any) -> tuple[str, ...]:
+    """Return the cases that a command names."""
+    return options.cases if isinstance(options, Run) else (options.case,) if hasattr(options, "case") else ()
+
+
+def _answer(options: Any, flags: list[str]) -> int:
     """Run a command; report a mistake of the user in one line."""
     # A pipe has no width, and a table folded to a guessed width is hard to read.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
-    if options.command == "run":
+    if isinstance(options, Run):
         console.print(bars())
-    if options.command == "selftest":
+    if isinstance(options, Selftest):
         console.print("checking whether this machine trains correctly, without PyTorch, in about a minute")
-    if getattr(options, "debug", False):
+    if options.debug:
         logging.basicConfig(level=logging.INFO)
     try:
-        return command(options, console)
+        command = next(command for kind, command in _COMMANDS.values() if kind is type(options))
+        return command(options, flags, console)
     except UserError as error:
         if options.debug:
             traceback.print_exc()
@@ -93,8 +221,8 @@ def _answer(command: Callable[[argparse.Namespace, Console], int], options: argp
         return 130
 
 
-def _run(options: argparse.Namespace, console: Console) -> int:
-    results = _replayed(options, console) if options.bundle else _results(options, console)
+def _run(options: Run, flags: list[str], console: Console) -> int:
+    results = _replayed(options, flags, console) if options.bundle else _results(options, flags, console)
     console.print(table(results))
     if options.json:
         options.json.write_text(json.dumps(document(results), indent=2, allow_nan=False) + "\n")
@@ -106,11 +234,13 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     return 0 if all(result.verdict.passed for result in results) else 1
 
 
-def _record(options: argparse.Namespace, console: Console) -> int:
+def _record(options: Record, flags: list[str], console: Console) -> int:
     from parity.bundle import record
 
+    if options.out is None:
+        raise UserError("a folder is required: parity record CASE --out DIR")
     with waiting(console, f"{options.case} in PyTorch"):
-        case = case_of(options.case, **_case_options(options))
+        case = case_of(options.case, **_case_options(options, flags))
         record(case, options.precision or PRECISION, options.out, **_settings(options))
     console.print(
         f"{options.out} contains PyTorch's side of {case.name}: parity run {options.case} --bundle {options.out}"
@@ -118,10 +248,10 @@ def _record(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _prove(options: argparse.Namespace, console: Console) -> int:
+def _prove(options: Prove, flags: list[str], console: Console) -> int:
     from parity.weights import prove
 
-    case = _with_tables(case_of(options.case, **_case_options(options)), console)
+    case = _with_tables(case_of(options.case, **_case_options(options, flags)), console)
     with waiting(console, f"{case.name}: perturbing each tensor on both sides"):
         proof = prove(case)
     console.print(
@@ -138,27 +268,30 @@ def _prove(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _mutate(options: argparse.Namespace, console: Console) -> int:
+def _mutate(options: Mutate, flags: list[str], console: Console) -> int:
     from parity.mutate import main as mutate
     from parity.mutate import mutants_in
 
+    if not options.factories:
+        raise UserError("a function is required: parity mutate FILE.py::FACTORY")
     return mutate(mutants_in(options.factories), options.json, console, options.clean)
 
 
-def _selftest(options: argparse.Namespace, console: Console) -> int:
+def _selftest(options: Selftest, flags: list[str], console: Console) -> int:
     from parity.selftest import main as selftest
 
     return selftest(console, device=options.device, file=options.json, debug=options.debug)
 
 
-def _replayed(options: argparse.Namespace, console: Console) -> list[Result]:
+def _replayed(options: Run, flags: list[str], console: Console) -> list[Result]:
     """Compare JAX with a bundle; PyTorch need not be installed."""
     from parity.bundle import open_bundle
 
+    assert options.bundle is not None
     bundle = open_bundle(options.bundle)
     if len(options.cases) != 1:
         raise UserError(f"{options.bundle} contains one case: name it, as in parity run FILE.py::case --bundle DIR")
-    case = case_of(options.cases[0], **_case_options(options))
+    case = case_of(options.cases[0], **_case_options(options, flags))
     if case.name != bundle.case:
         raise UserError(f"{options.bundle} contains {bundle.case}, not {case.name}: name {bundle.case}")
     settings = replace(bundle.settings, remat=settings_of(case, **_settings(options)).remat)
@@ -171,11 +304,11 @@ def _beside(bundle: Any, case: Case, precision: str, settings: Settings) -> Exam
     return replay(case, precision, reference, **asdict(settings))
 
 
-def _locate(options: argparse.Namespace, console: Console) -> int:
+def _locate(options: Locate, flags: list[str], console: Console) -> int:
     start = time.perf_counter()
     with waiting(console, options.case):
-        case = case_of(options.case, **_case_options(options))
-        settings = settings_of(case, **{"steps": STEPS, **_settings(options)})
+        case = case_of(options.case, **_case_options(options, flags))
+        settings = settings_of(case, **_settings(options))
         found = locate(case, seed=settings.seed, steps=settings.steps)
     seconds = time.perf_counter() - start
     console.print(
@@ -186,22 +319,22 @@ def _locate(options: argparse.Namespace, console: Console) -> int:
     return 1 if found else 0
 
 
-def _case_options(options: argparse.Namespace) -> dict[str, Any]:
+def _case_options(options: Any, flags: list[str]) -> dict[str, Any]:
     dropout = getattr(options, "dropout", None)
     given = {} if dropout is None else {"dropout": dropout}
-    return {**given, "flags": options.flags} if options.flags else given
+    return {**given, "flags": flags} if flags else given
 
 
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
+def _settings(options: Any) -> dict[str, Any]:
     """Return the settings that were given; those of a recipe, or the defaults, take the place of the others."""
     found = {name: getattr(options, name, None) for name in ("accumulate", "remat", "steps", "seed")}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _results(options: argparse.Namespace, console: Console) -> list[Result]:
+def _results(options: Run, flags: list[str], console: Console) -> list[Result]:
     """Run every check requested, after all of them are validated."""
     with waiting(console, "importing"):
-        cases = [case_of(name, **_case_options(options)) for name in options.cases or CASES]
+        cases = [case_of(name, **_case_options(options, flags)) for name in options.cases or CASES]
     cases = [_with_tables(case, console) for case in cases]
     precisions = options.precision or PRECISION
     cases = [_with_precision(case, precisions) for case in cases]
@@ -254,7 +387,7 @@ def _timed(
     case: Case,
     precision: str,
     settings: Settings,
-    options: argparse.Namespace,
+    options: Run,
     console: Console,
     examined: Callable[[Case, str, Settings], Examination],
 ) -> Result:
@@ -283,113 +416,29 @@ def _timed(
     return Result(case, precision, settings, examination, options.dropout)
 
 
-class _Parser(argparse.ArgumentParser):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"parity: {message}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("parity", description="Check that a JAX training step equals PyTorch's.")
-    parser.add_argument("--version", action="version", version=f"parity of jaxtrain {jaxtrain.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("list", help="list the built-in cases")
-    own = "default: the recipe's own, or"
-    run = commands.add_parser("run", help="train cases in PyTorch and in JAX, and compare")
-    run.add_argument("cases", nargs="*", type=_case, metavar="CASE", help="default: all")
-    run.add_argument(
-        "--precision",
-        action="extend",
-        type=_precisions,
-        help="default fp64,fp32; also " + ", ".join(name for name in PRECISIONS if name not in ("fp64", "fp32")),
-    )
-    run.add_argument("--remat", metavar="P", help=f"JAX's rematerialization policy; {own} none")
-    run.add_argument("--json", type=_writable, metavar="F", help="write the results as JSON")
-    run.add_argument("--html", type=_writable, metavar="F", help="write the results as an HTML page")
-    run.add_argument(
-        "--bundle", type=Path, metavar="DIR", help="compare with a bundle of parity record, without PyTorch"
-    )
-    locating = commands.add_parser("locate", help="find the first operation in which a case differs")
-    locating.add_argument("case", type=_case, metavar="CASE")
-    locating.add_argument("--steps", type=_at_least(1), metavar="N", help=f"optimizer steps; default {STEPS}")
-    proof = commands.add_parser("prove", help="prove that each tensor corresponds to the leaf named in the case")
-    proof.add_argument("case", type=_case, metavar="CASE")
-    proof.add_argument("--debug", action="store_true", help="show tracebacks and log messages")
-    record = commands.add_parser("record", help="record a case's PyTorch side for machines without PyTorch")
-    record.add_argument("case", type=_case, metavar="CASE")
-    record.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder without a bundle")
-    record.add_argument("--precision", action="extend", type=_precisions, help="default fp64,fp32")
-    for command in (run, record):
-        command.add_argument(
-            "--accumulate", type=_at_least(1), metavar="K", help=f"micro-batches per accumulation window; {own} 1"
-        )
-        command.add_argument("--steps", type=_at_least(1), metavar="N", help="optimizer steps; default 20")
-    bugs = commands.add_parser("mutate", help="plant bugs in a module's operations and check that each is found")
-    bugs.add_argument(
-        "factories", nargs="+", metavar="FILE.py::FACTORY", help="a function that returns a module and an example batch"
-    )
-    bugs.add_argument(
-        "--clean", type=_at_least(0), default=0, metavar="N", help="number of additional runs without a bug"
-    )
-    bugs.add_argument("--json", type=_writable, metavar="F", help="write the outcomes as JSON")
-    bugs.add_argument("--debug", action="store_true", help="show tracebacks and log messages")
-    health = commands.add_parser("selftest", help="check that this machine trains correctly, without PyTorch")
-    health.add_argument("--device", choices=["cpu", "gpu"], help="default: JAX's default device")
-    health.add_argument("--json", type=_writable, metavar="F", help="write the results as JSON")
-    health.add_argument("--debug", action="store_true", help="show tracebacks and log messages")
-    for command in (run, locating, record):
-        command.add_argument(
-            "--dropout", type=_rate, metavar="P", help="dropout rate, with the same masks on both sides; default 0"
-        )
-        command.add_argument("--seed", type=_at_least(0), metavar="S", help=f"seed of weights and data; {own} 0")
-        command.add_argument("--debug", action="store_true", help="show tracebacks and log messages")
-    return parser
-
-
-def _case(name: str) -> str:
+def _check_case(name: str) -> None:
+    """Raise `UserError` for the name of a case that there cannot be."""
     if name.endswith(".py"):
-        raise argparse.ArgumentTypeError(f"{name!r} names no case: add it, as in {name}::case")
+        raise UserError(f"{name!r} names no case: add it, as in {name}::case")
     if "::" not in name and name not in CASES:
         near = difflib.get_close_matches(name, CASES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(CASES)}, or path/to/file.py::case"
-        raise argparse.ArgumentTypeError(f"unknown case {name!r}: {hint}")
-    return name
+        raise UserError(f"unknown case {name!r}: {hint}")
 
 
-def _precisions(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in PRECISIONS:
-            raise argparse.ArgumentTypeError(f"unknown precision {name!r}: choose from {','.join(PRECISIONS)}")
-    return names
+def _check_writable(path: Path | None) -> None:
+    if path and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise UserError(f"'{path}' cannot be written: name a file in a writable folder")
 
 
-def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = math.nan
-    if not 0 <= rate < 1:
-        raise argparse.ArgumentTypeError(f"rate must be in [0, 1), got {text!r}")
-    return rate
-
-
-def _writable(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: name a file in a writable folder")
-    return path
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, got {text!r}")
-        return int(text)
-
-    return number
+_COMMANDS: dict[str, tuple[type, Callable[..., int]]] = {
+    "run": (Run, _run),
+    "locate": (Locate, _locate),
+    "prove": (Prove, _prove),
+    "record": (Record, _record),
+    "mutate": (Mutate, _mutate),
+    "selftest": (Selftest, _selftest),
+}
 
 
 if __name__ == "__main__":

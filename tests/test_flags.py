@@ -55,6 +55,40 @@ def test_each_type_is_read_from_its_words() -> None:
     assert (again.sizes, again.chosen, again.count) == ((), "x", 7)
 
 
+@dataclass(frozen=True)
+class Command:
+    """Arguments without flags, and lists."""
+
+    cases: Annotated[tuple[str, ...], Flag(positional=True, metavar="CASE")] = ()
+    precision: Annotated[tuple[str, ...], Flag(listed=True, choices=("a", "b"))] = ()
+    rate: Annotated[Rate | None, Flag(metavar="P")] = None
+
+
+@dataclass(frozen=True)
+class Named:
+    """One argument without a flag."""
+
+    case: Annotated[str, Flag(positional=True, metavar="CASE")] = ""
+
+
+def test_positional_arguments_and_lists() -> None:
+    words = ["x", "y", "--precision", "a,b", "--precision", "a", "--rate", "0.5"]
+    assert parse(Command(), words, "prog") == Command(("x", "y"), ("a", "b", "a"), 0.5)
+    assert parse(Command(), [], "prog") == Command()
+    assert parse(Command(), ["--precision", "b", "x"], "prog") == Command(("x",), ("b",))
+    assert field_errors(Command(rate=1.0)) == ["rate must be in [0, 1), got 1.0"]
+    assert parse(Named(), ["x"], "prog") == Named("x")
+    assert parse(Named("gpt2"), [], "prog") == Named("gpt2")
+    for default, args, error in (
+        (Command(), ["--precision", "a,c"], "--precision must be a or b, got 'c'; see prog --help"),
+        (Named(), [], "the following arguments are required: CASE; see prog --help"),
+        (Named(), ["x", "y"], "unrecognized arguments: y; see prog --help"),
+    ):
+        with pytest.raises(UserError) as raised:
+            parse(default, args, "prog")
+        assert str(raised.value) == error
+
+
 @given(st.integers(), st.floats(allow_nan=False), st.text(st.characters(codec="utf-8"), min_size=1))
 def test_values_are_read_as_they_were_written(count: int, factor: float, name: str) -> None:
     args = [f"--count={count}", "--factor", repr(factor), f"--name={name}"]

@@ -92,7 +92,7 @@ def test_a_combination_without_rows_is_refused():
         (["gpu2"], "cpu, gpu, optimizers, host, features, scaling"),
         (["cpu", "--workload", "mlp"], "gpt2-tiny, mlp-launch-bound, resnet18"),
         (["cpu", "--precision", "fp8"], "fp32, bf16"),
-        (["cpu", "--minutes", "0"], "--minutes must be positive and finite, got 0"),
+        (["cpu", "--minutes", "0"], "--minutes must be positive and finite, got 0.0"),
         (["cpu", "--json", "{}/nowhere/f.json"], "create the folder"),
     ],
 )
