@@ -1,9 +1,4 @@
-"""Validate the values of a dataclass against the types and bounds of its fields: values from a file may be anything.
-
-`beartype.door.is_bearable` (0.23.1) accepts NaN, and a bool as an int, and checks one element of a list. pydantic
-(2.14.3, strict, `allow_inf_nan=False`) accepts the same values, except also 1 as `Literal[True]`, but would be another
-dependency of the core package, and its errors would have to be formatted as one line.
-"""
+"""Validate the values of a dataclass against the types and bounds of its fields: values from a file may be anything."""
 
 import dataclasses
 import functools

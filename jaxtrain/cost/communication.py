@@ -5,13 +5,6 @@ the participating devices. Bytes are those of ring algorithms (Patarasuk and Yua
 devices, each sends (n−1)/n of the result of an all-gather or of the operand of a reduce-scatter or an all-to-all, twice
 that for an all-reduce, and the whole operand of a collective-permute. A ragged all-to-all counts as an all-to-all that
 divides evenly the rows of its operand, or those of its result if these are fewer.
-
-The HLO proto (`compiled.runtime_executable().hlo_modules()[0]`) is not used. It contains what the text contains:
-replica groups, stack frames, trip counts (as JSON). But no light package provides its Python schema: tensorflow 2.21.0
-does (a wheel of 274 MB), xprof 2.24.2 and tensorflow-protobuf 2.11.0 do not, and `HloModule` of jaxlib 0.10 has only
-names, opcodes and operands. A vendored schema (22 kB of descriptors, and protobuf) would replace the patterns, but not
-the expansion of replica groups. A schema older than jaxlib drops new fields silently, and no groups mean all devices;
-here unknown groups are an error.
 """
 
 import math

@@ -2,15 +2,6 @@
 
 The function is traced to a jaxpr. Calls are inlined, scans are unrolled, constants are folded, and every other equation
 is converted to an ONNX operator.
-
-The package jax2onnx is not used: 0.17.1, tried with onnx 1.23.2 and ONNX Runtime 1.31.1, requires
-orbax-checkpoint<0.11.37, which excludes `jaxtrain[run]`, and adds 29 packages (158 MB). It exports the MLP, CNN and
-ResNet as accurately as this module. GPT-2, Llama, BERT, T5 and ViT fail with a TypeError, because it replaces
-`nnx.Linear.__call__`. As jaxprs traced beforehand, all but T5 (ONNX Runtime does not implement one of the `Where`
-nodes) are exported for any batch size, as accurately and in files of similar size, but not for any length
-(NotImplementedError: no origin recorded for symbolic dim). Of the 37 cases in `tests/export/test_onnx.py`, 32 pass;
-clamp, gather, two with symbolic shapes and a reverse scan fail. Weights lose their names. It does export sort, scatter
-and transposed convolutions.
 """
 
 from collections.abc import Callable, Mapping, Sequence

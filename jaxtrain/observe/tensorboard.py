@@ -1,9 +1,4 @@
-"""Write TensorBoard event files without TensorFlow and without PyTorch.
-
-The messages come from tensorboardX; the file is our own. tensorboardX's `SummaryWriter` (2.6.5) queues events to a
-thread: of 1000 scalars written before SIGKILL it lost the last 48, and after a refused write (file size limit) the
-thread was gone and `add_scalar` blocked forever. clu.metric_writers needs TensorFlow.
-"""
+"""Write TensorBoard event files without TensorFlow and without PyTorch."""
 
 import importlib.abc
 import io

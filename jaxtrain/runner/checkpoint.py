@@ -3,11 +3,6 @@
 A step is written to the folder `STEP.partial`: the state by orbax, `run.json`, last the manifest. Renaming it to `STEP`
 is the commit. Only the copy off the device blocks the loop. With several processes each one writes and reads what its
 devices hold, in one folder; the first one does everything else.
-
-orbax's CheckpointManager (0.12) is not used: it renames a step to its final name as soon as the items are written and
-offers a callback only afterwards (`post_finalization_callback`). A kill in between would leave a committed checkpoint
-without a manifest, which cannot be distinguished from a damaged one. What it would replace is `_finish`, `_evict` and
-`Retention`, 50 lines.
 """
 
 import contextlib

@@ -1,12 +1,4 @@
-"""PyTorch's side of a check: the plain run, and the runs that measure its noise.
-
-It is not cached by content. In float64 it takes 0.3 of 2 CPU seconds of a check of a 2-layer GPT-2 and 1 of 6 of a
-published Llama, in float32 0.7 of 3 of a published BERT; a first step that differs, 0.03 s. A key would need the
-program that PyTorch executes, and `torch.export` yields no sound one: it refuses a loss whose weight is counted from
-the batch, as Llama's, and does not contain the backward pass of an `autograd.Function`, the optimizer, or a branch that
-a later batch takes. It takes 0.2 to 0.7 s for the 2-layer GPT-2, as long as the run, and 0.3 s for 4 layers of width
-128, whose 20 updates take 4.5 s. `parity record` stores PyTorch's side in a folder that the user names.
-"""
+"""PyTorch's side of a check: the plain run, and the runs that measure its noise."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,9 +1,4 @@
-"""Schedules with a warmup, which PyTorch does not have.
-
-`optax.warmup_cosine_decay_schedule` (0.2.8) in float32, over 1,000,000 steps with a warmup of 2,000, is 0 in the last
-77 steps (relative error 1; here at most 0.066). Before the last 1,000, relative errors are up to 6e-3 (here 2e-4). The
-absolute errors of both are about 1e-7 of the peak. optax has no warmup-stable-decay schedule.
-"""
+"""Schedules with a warmup, which PyTorch does not have."""
 
 import jax
 import jax.numpy as jnp

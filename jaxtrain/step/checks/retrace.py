@@ -1,8 +1,4 @@
-"""A limit on recompilation: a jitted function that is traced again reports which argument changed.
-
-`equinox.debug.assert_max_traces` (0.13.8) prints the whole trees of the changed argument, not the changed leaf;
-`chex.assert_max_traces` (0.1.92) names only the function.
-"""
+"""A limit on recompilation: a jitted function that is traced again reports which argument changed."""
 
 import re
 from collections.abc import Callable
