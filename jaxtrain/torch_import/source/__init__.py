@@ -13,10 +13,10 @@ body          statements of a function, with PyTorch's names
 blocks        operations by the calls of modules they belong to
 batch_norm    BatchNorm as one call
 writing       the expression of one operation
-templates     how operations are written; shape_templates for shapes, indices, dtypes, reductions
+templates     how everyday operations are written
 expressions   Python expressions
 constants     constant tensors
-layout        lines as `ruff format` lays them out
+formatting    the file as `ruff format` lays it out
 pytorch_code  names in the user's PyTorch code
 compare       equality of jaxprs
 runtime       what the files contain besides the modules' functions

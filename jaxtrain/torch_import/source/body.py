@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtrain.torch_import.source.expressions import Expr
-from jaxtrain.torch_import.source.layout import WIDTH, laid_out
+from jaxtrain.torch_import.source.formatting import WIDTH
 from jaxtrain.torch_import.source.pytorch_code import Statement
 
 Resolve = Callable[[str], Expr]
@@ -149,7 +149,7 @@ class Body:
         for i, item in enumerate(items):
             consumer = self._consumer(item, items[i + 1 :], end)
             is_returned = consumer is end and i == len(items) - 1 and len(returned) == 1
-            is_short = is_returned and len(self._laid_out(f"return {self._built(item)}")) <= 3
+            is_short = is_returned and len(self._line(f"return {self._built(item)}")) <= WIDTH
             if is_short or (consumer is not None and self._is_inlined(item, consumer, items[i + 1 :])):
                 self._pending[item.results[0]] = item
             elif item.results or item.new_state is not None or item.draws:
@@ -159,7 +159,7 @@ class Body:
             self._assign_before(end)
             only = self._pending.get(returned[0]) if len(returned) == 1 else None
             self._shorten(only or end, "return ")
-            self.lines += self._laid_out(f"return {self._built(end)}")
+            self.lines.append(self._line(f"return {self._built(end)}"))
 
     def resolve(self, value: str) -> Expr:
         """Return the expression of a value."""
@@ -173,8 +173,8 @@ class Body:
         expr = item.build(self.resolve)
         return expr if self._keys == "keys" else expr._replace(text=re.sub(r"\bkeys\b", self._keys, expr.text))
 
-    def _laid_out(self, statement: str) -> list[str]:
-        return laid_out(statement, self._indent)
+    def _line(self, statement: str) -> str:
+        return "    " * self._indent + statement
 
     def name_of(self, value: str) -> str:
         """Return the name of a value; "" if it has none."""
@@ -237,7 +237,7 @@ class Body:
 
     def _shorten(self, item: Item, target: str) -> None:
         """Assign operands until the statement fits into a line, if it has any."""
-        while len(f"{'    ' * self._indent}{target}{self._built(item)}") > WIDTH:
+        while len(self._line(f"{target}{self._built(item)}")) > WIDTH:
             operands = [value for value in item.operands if value in self._pending]
             operands = [value for value in operands if not self.resolve(value).text.isidentifier()]
             if not operands:
@@ -272,8 +272,8 @@ class Body:
         # The statement's own reads may have had a name that it assigns: the text was built before.
         self.lines += before
         if targets != [text]:
-            self.lines += self._laid_out(f"{item.packed(targets)} = {text}" if targets else text)
-        self.lines += self._laid_out(item.after) if item.after else []
+            self.lines.append(self._line(f"{item.packed(targets)} = {text}" if targets else text))
+        self.lines += [self._line(item.after)] if item.after else []
 
     def _suggested(self, item: Item, place: int) -> list[str]:
         """Return names for a result, best first: PyTorch's, then that of the operand that it replaces."""
@@ -317,7 +317,7 @@ class Body:
             if old == best and number < line and self._allowed(new) == new and new != best:
                 holder = self._bound.get(new)
                 if holder is None or self._left(holder, item) <= 0:
-                    self.lines += self._laid_out(f"{new} = {best}")
+                    self.lines.append(self._line(f"{new} = {best}"))
                     self._bound[new], self._names[value] = value, new
                     del self._bound[best]
                     return best

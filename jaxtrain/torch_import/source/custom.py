@@ -11,7 +11,6 @@ from jaxtrain.torch_import.source.blocks import Block, tree_of
 from jaxtrain.torch_import.source.body import Body, Item, Resolve
 from jaxtrain.torch_import.source.expressions import Expr, call
 from jaxtrain.torch_import.source.functions import Module
-from jaxtrain.torch_import.source.layout import laid_out
 from jaxtrain.torch_import.source.names import identifier, snake_case
 from jaxtrain.torch_import.source.pytorch_code import file_of
 from jaxtrain.torch_import.source.scope import Scope, own
@@ -73,12 +72,12 @@ def _text(module: Module, node: Node, name: str) -> str:
     parts = [
         [
             "@jax.custom_vjp",
-            *laid_out(f"def {name}({given}) -> {outputs}:", 0),
+            f"def {name}({given}) -> {outputs}:",
             f'    """{owner} of {file_of(path)}."""',
-            *laid_out(f"return {name}_forward({', '.join(arguments)})[0]", 1),
+            f"    return {name}_forward({', '.join(arguments)})[0]",
         ],
-        [*laid_out(f"def {name}_forward({given}) -> tuple[{outputs}, Any]:", 0), *forward],
-        [*laid_out(f"def {name}_backward(saved: Any, {grads}: Any) -> tuple[Any, ...]:", 0), *backward],
+        [f"def {name}_forward({given}) -> tuple[{outputs}, Any]:", *forward],
+        [f"def {name}_backward(saved: Any, {grads}: Any) -> tuple[Any, ...]:", *backward],
         [f"{name}.defvjp({name}_forward, {name}_backward)"],
     ]
     return "\n\n\n".join("\n".join(lines) for lines in parts)

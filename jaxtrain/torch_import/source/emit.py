@@ -36,7 +36,6 @@ from jaxtrain.torch_import.source.custom import custom_item, with_own_names
 from jaxtrain.torch_import.source.expressions import Expr, literal
 from jaxtrain.torch_import.source.file import LOADING, file_of
 from jaxtrain.torch_import.source.functions import Module, Special
-from jaxtrain.torch_import.source.layout import laid_out
 from jaxtrain.torch_import.source.loops import loop_item
 from jaxtrain.torch_import.source.signatures import Functions
 from jaxtrain.torch_import.source.writing import Writing
@@ -188,10 +187,10 @@ class _Writer:
         if evaluation is not None:
             lines = self._body(evaluation, functions, imports, rng="None")
             doc = f'    """{self._name} in evaluation mode."""'
-            parts.append([*laid_out(_EVALUATE, 0), doc, *lines])
+            parts.append([_EVALUATE, doc, *lines])
             main = ["    if rng is None:", "        return evaluate(params, batch, state)", *main]
         doc = f'    """{self._name}: (outputs, new state)."""'
-        parts.append([*laid_out(_MODEL, 0), doc, *main])
+        parts.append([_MODEL, doc, *main])
         return file_of(
             self._name,
             [*functions.texts.values(), *("\n".join(part) for part in parts)],

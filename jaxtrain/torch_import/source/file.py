@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxtrain.interop import LAYER, TorchParam
 from jaxtrain.torch_import.source import runtime
-from jaxtrain.torch_import.source.layout import laid_out
+from jaxtrain.torch_import.source.formatting import formatted
 
 LOADING = 'BUFFERS = load_file(Path(__file__).with_name("buffers.safetensors"))'
 _MODULES = {"jax": "jax", "jax.numpy as jnp": "jnp", "jaxtrain as jt": "jt", "numpy as np": "np"}
@@ -36,7 +36,7 @@ def file_of(
     """
     text = "\n\n\n".join(functions)
     used = {name: value for name, value in constants.items() if re.search(rf"\b{name}\b", text)}
-    written = [line for name, value in used.items() for line in laid_out(f"{name} = {value}", 0)]
+    written = [f"{name} = {value}" for name, value in used.items()]
     text = "\n\n\n".join([*_called(text, stacks), text, *_stacking(text, stacks)])
     whole = "\n".join([*written, text])
     written = [LOADING] * ("BUFFERS" in whole) + written
@@ -44,7 +44,7 @@ def file_of(
     parts = [_docstring(name, bool(stacks), has_loss=has_loss, has_state=has_state)]
     parts += ["\n".join(_imports("\n".join([*types, whole]), imports))]
     parts += ["\n".join(lines) for lines in (types, written) if lines]
-    return "\n\n".join(parts) + f"\n\n\n{text}\n"
+    return formatted("\n\n".join(parts) + f"\n\n\n{text}\n")
 
 
 def _called(text: str, stacks: Mapping[str, TorchParam]) -> list[str]:
@@ -76,7 +76,7 @@ def _layers(stacks: Mapping[str, TorchParam]) -> str:
         start = f"{numbers.start}, " if numbers.start or step else ""
         found[name.removesuffix(f".{rest}")] = f'("{layer}{{}}", range({start}{numbers.stop}{step}))'
     written = ", ".join(f'"{path}": {value}' for path, value in found.items())
-    return "\n".join(laid_out(f"LAYERS = {{{written}}}", 0))
+    return f"LAYERS = {{{written}}}"
 
 
 def _docstring(name: str, has_stacks: bool, *, has_loss: bool, has_state: bool) -> str:
@@ -112,11 +112,5 @@ def _imports(text: str, imports: Mapping[str, str]) -> list[str]:
     functions += ["from jaxtrain.passes import recomputed"] * ("@recomputed" in text)
     functions += ["from jaxtrain.torch_import import functional as F"] * (re.search(r"\bF\.", text) is not None)
     functions += ["from safetensors.flax import load_file"] * ("BUFFERS" in text)
-    for line in sorted(functions):
-        lines += [line] if len(line) <= 88 else _long_import(line)
+    lines += sorted(functions)
     return [*standard, *[""] * bool(standard and lines), *lines]
-
-
-def _long_import(line: str) -> list[str]:
-    start, names = line.split(" import ")
-    return [f"{start} import (", *(f"    {name}," for name in names.split(", ")), ")"]

@@ -11,7 +11,6 @@ from jaxtrain.torch_import.source.batch_norm import batch_norm_item
 from jaxtrain.torch_import.source.blocks import Block, Origins, calls_of, results_of, specs_of, tree_of
 from jaxtrain.torch_import.source.body import Body, Item, Resolve
 from jaxtrain.torch_import.source.expressions import Expr, attribute, call, method, structure, subscript
-from jaxtrain.torch_import.source.layout import laid_out
 from jaxtrain.torch_import.source.names import identifier, input_names, mentions, place_of, snake_case
 from jaxtrain.torch_import.source.pytorch_code import file_of, forward_of, statements
 from jaxtrain.torch_import.source.scope import Scope, own
@@ -317,8 +316,8 @@ class Module:
         mark = ["@recomputed"] * (frozenset(node.name for node in block.nodes()) in self._recomputed)
 
         def written(name: str, doc: str) -> str:
-            start = laid_out(f"def {name}({arguments}) -> {returned_type}:", 0)
-            return "\n".join([*mark, *start, *docstring(f"{cls.__name__} of {file}", doc), *lines])
+            start = f"def {name}({arguments}) -> {returned_type}:"
+            return "\n".join([*mark, start, *docstring(f"{cls.__name__} of {file}", doc), *lines])
 
         name = self.functions.add(snake_case(cls.__name__), f"{cls.__module__}.{cls.__qualname__}", written, shapes)
         return Function(

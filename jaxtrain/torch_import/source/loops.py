@@ -10,7 +10,6 @@ from jaxtrain.torch_import.source.blocks import Block, tree_of
 from jaxtrain.torch_import.source.body import Body, Item, Resolve
 from jaxtrain.torch_import.source.expressions import Expr, call
 from jaxtrain.torch_import.source.functions import Module
-from jaxtrain.torch_import.source.layout import laid_out
 from jaxtrain.torch_import.source.names import input_names
 from jaxtrain.torch_import.source.scope import Scope
 
@@ -205,7 +204,7 @@ class _Loop:
         carries = [names[value] for value in self._carried]
         carry, inputs = _one(carries, "carry"), self._inputs(names)[0]
         arguments = f"{carry}: {'Array' if len(carries) == 1 else 'Any'}, {inputs}: Any"
-        return ["    @jt.block", *laid_out(f"def {_FUNCTION}({arguments}) -> tuple[Any, Any]:", 1)]
+        return ["    @jt.block", f"    def {_FUNCTION}({arguments}) -> tuple[Any, Any]:"]
 
     def _inputs(self, names: Mapping[str, str]) -> tuple[str, list[str]]:
         """Return the name of a layer's second argument, and those of its parts."""

@@ -1,6 +1,7 @@
 """The expression of one operation: the first way of writing it whose jaxpr is that of the interpreted operation."""
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,12 +16,9 @@ from jaxtrain.torch_import.graph import GETITEM, Graph, Input, Node, Ref, Spec, 
 from jaxtrain.torch_import.interpret import interpret
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import refusal
-from jaxtrain.torch_import.source import shape_templates
 from jaxtrain.torch_import.source.compare import fingerprint
 from jaxtrain.torch_import.source.expressions import Expr, call, method, subscript
 from jaxtrain.torch_import.source.templates import KEY, TEMPLATES
-
-assert shape_templates
 
 Resolve = Callable[[str], Expr]
 _NAMES = {id(fn): name for name, fn in reversed(functional.FUNCTIONS.items())}
@@ -88,7 +86,9 @@ class Writing:
         args, kwargs = cast
         if node.op in RANDOM:
             kwargs = {**kwargs, "rng": KEY if self.keyed else Expr("None")}
-        yield call(self._function(node), *args, **kwargs)
+        function = self._function(node)
+        yield from _without_defaults(function, self._ops.get(node.op, TABLE.get(node.op)), args, kwargs)
+        yield call(function, *args, **kwargs)
 
     def _function(self, node: Node) -> str:
         """Return the name of the function of an operation."""
@@ -162,6 +162,28 @@ def _selected(fn: Callable[..., Any], node: Node, places: Sequence[int]) -> Call
         return (result,)
 
     return run
+
+
+def _without_defaults(name: str, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Expr]:
+    """Return the call with the arguments that differ from their defaults, options by name; none without names."""
+    parameters = inspect.signature(function).parameters
+    if len(args) > len(parameters) or not kwargs.keys() <= parameters.keys():
+        return []
+    if any(x.kind is not x.POSITIONAL_OR_KEYWORD for x in list(parameters.values())[: len(args)]):
+        return []
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    for i, (parameter, value) in enumerate(given.items()):
+        default = parameters[parameter].default
+        if isinstance(default, int) and isinstance(value, tuple) and len({*value}) == 1:
+            value = value[0]  # a stride of (2, 2) is one of 2
+        is_first = i == len(positional) < len(args)
+        if is_first and (default is inspect.Parameter.empty or isinstance(value, Expr)):
+            positional.append(value)
+        elif isinstance(value, Expr) or type(value) is not type(default) or value != default:
+            named[parameter] = value
+    return [call(name, *positional, **named)]
 
 
 def _with_key(expr: Expr) -> Expr:
