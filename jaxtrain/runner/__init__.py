@@ -15,8 +15,6 @@ from jaxtrain.runner.guards import find_nonfinite_array as find_nonfinite_array
 from jaxtrain.runner.guards import read_batch as read_batch
 from jaxtrain.runner.interval import Interval as Interval
 from jaxtrain.runner.lock import check_free as check_free
-from jaxtrain.runner.loop import Outcome as Outcome
-from jaxtrain.runner.loop import run_training as run_training
 from jaxtrain.runner.loss_scales import loss_scale as loss_scale
 from jaxtrain.runner.optimizer import defines_optimizer as defines_optimizer
 from jaxtrain.runner.optimizer import frozen as frozen
@@ -31,6 +29,8 @@ from jaxtrain.runner.preflight import read_recipe as read_recipe
 from jaxtrain.runner.preflight import stored_recipe as stored_recipe
 from jaxtrain.runner.resume import check_resumed as check_resumed
 from jaxtrain.runner.resume import saved_settings as saved_settings
+from jaxtrain.runner.session import Outcome as Outcome
+from jaxtrain.runner.start import run_training as run_training
 from jaxtrain.runner.training import Training as Training
 from jaxtrain.runner.training import build_training as build_training
 from jaxtrain.runner.training import held_out_evaluation as held_out_evaluation

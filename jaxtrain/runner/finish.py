@@ -20,7 +20,7 @@ from jaxtrain.observe import (
 )
 from jaxtrain.run import Recipe, Task, evaluation_batches, run_policy
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner.loop import Outcome
+from jaxtrain.runner.session import Outcome
 from jaxtrain.step import TrainState, averaged
 
 # Misclassified examples shown in TensorBoard, and the number of validation examples they are taken from.

@@ -17,8 +17,8 @@ from jaxtrain.run import Recipe
 from jaxtrain.run_folder import RunFolder, default_folder, read_settings, recorded_config, source_change
 from jaxtrain.runner.events import Events, OnCheckpoint, OnEvaluation, OnStep
 from jaxtrain.runner.finish import write_end
-from jaxtrain.runner.loop import Resume, run_training
 from jaxtrain.runner.resume import check_resumed
+from jaxtrain.runner.start import Resume, run_training
 from jaxtrain.step import TrainState, accepts, signature_of
 
 

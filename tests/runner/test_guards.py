@@ -17,7 +17,7 @@ from jaxtrain.data.loader import Loader
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
 from jaxtrain.recipes.command import command
-from jaxtrain.runner import interval, loop
+from jaxtrain.runner import interval, start
 from jaxtrain.runner.batches import Batches, DispatchedStep, FetchedBatch
 from jaxtrain.runner.checkpoint import restore_params, saved_steps
 from jaxtrain.runner.guards import FEWEST, MOST_ROLLBACKS, Guard, RunInvalid, Spike, read_batch
@@ -397,7 +397,7 @@ def test_flags_for_less_memory():
 
 
 def test_running_out_of_memory_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "_first_evaluation", lambda *_: jnp.zeros(2**48).block_until_ready())
+    monkeypatch.setattr(start, "_first_evaluation", lambda *_: jnp.zeros(2**48).block_until_ready())
     _, error = train(tmp_path / "run")
     assert f"nothing was written; try the same with --accumulate 2; {command('plan', 'digits-mlp', RECIPE)} " in error
     assert not (tmp_path / "run").exists()
