@@ -86,7 +86,7 @@ def scale_blocks(
             return [_differentiated(x) for x in moved_or_used(eqn, args, rewrite.bind)]
         if op.of(eqn) == op.SCAN:
             return _evaluate_scan(eqn, args, own, run)
-        if any(equations.operand_shardings(eqn)):
+        if any(equations.shardings(eqn, "in_shardings")):
             args = [_differentiated(used(x)) if is_followed(x) else x for x in args]
         return blocks.enter(eqn, args, own, run)
 

@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -250,10 +250,9 @@ def sharding(eqn: JaxprEqn) -> Any:
     return eqn.params.get("sharding")
 
 
-def operand_shardings(eqn: JaxprEqn) -> list[jax.sharding.Sharding | None]:
-    """Return the shardings that a jitted function asks of its operands; none of other equations."""
-    given = eqn.params.get("in_shardings", ())
-    return [x if isinstance(x, jax.sharding.Sharding) else None for x in given]
+def shardings(eqn: JaxprEqn, side: Literal["in_shardings", "out_shardings"]) -> list[jax.sharding.Sharding | None]:
+    """Return the shardings that a jitted function asks of its operands or results; none of other equations."""
+    return [x if isinstance(x, jax.sharding.Sharding) else None for x in eqn.params.get(side, ())]
 
 
 class ShardMap(NamedTuple):

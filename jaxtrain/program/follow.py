@@ -138,9 +138,8 @@ def returns_operand(eqn: JaxprEqn) -> bool:
 
 def constrained_to(eqn: JaxprEqn) -> Any:
     """Return the sharding that an equation constrains its operand to, perhaps with a gradient of its own; else None."""
-    inner = equations.body(eqn).jaxpr.eqns if op.of(eqn) == op.CUSTOM_VJP_CALL else [eqn]
-    is_constraint = [op.of(x) for x in inner] == [op.SHARDING_CONSTRAINT]
-    return equations.sharding(inner[0]) if is_constraint else None
+    inner = equations.sole(equations.body(eqn).jaxpr) if op.of(eqn) == op.CUSTOM_VJP_CALL else eqn
+    return equations.sharding(inner) if inner is not None and op.of(inner) == op.SHARDING_CONSTRAINT else None
 
 
 Where = Callable[[JaxprEqn, int], bool]

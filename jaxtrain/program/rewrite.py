@@ -28,6 +28,7 @@ from jaxtrain.program.equations import (
     is_opaque,
     scan_operands,
     scan_sizes,
+    shardings,
     while_loop,
     within,
 )
@@ -233,8 +234,8 @@ def _jit(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
         return run(body.jaxpr, body.consts, inner)
 
     fn.__name__ = eqn.params["name"]
-    shardings: dict[str, Any] = {side: _shardings(eqn.params[side]) for side in ("in_shardings", "out_shardings")}
-    placed = {side: entries for side, entries in shardings.items() if any(entries)}
+    of_sides = {"in_shardings": shardings(eqn, "in_shardings"), "out_shardings": shardings(eqn, "out_shardings")}
+    placed: dict[str, Any] = {side: entries for side, entries in of_sides.items() if any(entries)}
     return jax.jit(fn, inline=eqn.params["inline"], **placed)(*args)
 
 
@@ -246,10 +247,6 @@ def _evaluate_called(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
 def _with_metadata(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     with set_xla_metadata(**dict(eqn.params["xla_metadata"])):
         return _evaluate_called(eqn, args, run)
-
-
-def _shardings(given: Sequence[Any]) -> list[jax.sharding.Sharding | None]:
-    return [x if isinstance(x, jax.sharding.Sharding) else None for x in given]
 
 
 def _shard_map(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:

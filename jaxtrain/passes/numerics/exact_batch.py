@@ -11,7 +11,7 @@ written, and evaluated with the batch in float32. What an operation does with it
 Numbers written in Python have the precision of what they meet, so that those of the loss are traced again in float32.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -97,7 +97,7 @@ class _Evaluation:
           active: Which arguments depend on parameters.
           enters: Which results enter products.
         """
-        depending = _depending(body, active)
+        depending, producers = _depending(body, active), equations.producers(body)
         entering = _entering(body, depending, enters)
 
         def rule(eqn: JaxprEqn, args: list[Any], run: rewrite.Run) -> Sequence[Any] | None:
@@ -108,7 +108,7 @@ class _Evaluation:
                 return self._higher_order(eqn, args, is_model, depending, entering)
             if is_model or op.of(eqn) == op.BITCAST_CONVERT_TYPE:
                 return _as_traced(eqn, args)
-            if any(map(_is_wide, eqn.invars, args)) or _is_exact(eqn, body):
+            if any(map(_is_wide, eqn.invars, args)) or _is_exact(eqn, producers):
                 return self._in_float32(eqn, args)
             return None
 
@@ -179,23 +179,23 @@ def _is_product(eqn: JaxprEqn, depending: set[Any]) -> bool:
     return is_low and any(_is_in(v, depending) for v in operands)
 
 
-def _is_exact(eqn: JaxprEqn, body: Jaxpr) -> bool:
+def _is_exact(eqn: JaxprEqn, producers: Mapping[Any, JaxprEqn]) -> bool:
     """Return whether an operation makes numbers in low precision of what is more exact: integers, constants, sums."""
     if _dtype(eqn.outvars[0]) not in _LOW:
         return False
     if op.of(eqn) == op.CONVERT_ELEMENT_TYPE:
         (operand,) = eqn.invars
-        return not jnp.issubdtype(_dtype(operand), np.inexact) or _is_sum(operand, body)
+        return not jnp.issubdtype(_dtype(operand), np.inexact) or _is_sum(operand, producers)
     return all(isinstance(v, Literal) for v in eqn.invars)
 
 
-def _is_sum(var: Any, body: Jaxpr) -> bool:
+def _is_sum(var: Any, producers: Mapping[Any, JaxprEqn]) -> bool:
     """Return whether a float32 value is a scalar, or a sum or mean, which `jax.numpy` computes in float32."""
     if _dtype(var) != np.float32 or isinstance(var, Literal):
         return False
-    producer = equations.producers(body).get(var)
+    producer = producers.get(var)
     if producer is not None and op.of(producer) == op.DIV:
-        return _is_sum(producer.invars[0], body)
+        return _is_sum(producer.invars[0], producers)
     return var.aval.shape == () or (producer is not None and op.of(producer) == op.REDUCE_SUM)
 
 
