@@ -3,7 +3,7 @@
 
 const NAMESPACE = "http://www.w3.org/2000/svg";
 const MARGIN = { left: 66, right: 14, top: 10, bottom: 24 };
-const COLORS = 8; // --c0 to --c7 in report.css
+const COLORS = 8; // --c0 to --c7 of the page
 
 const form = document.querySelector("form");
 const view = { smoothing: 0, x: "step", logX: false, range: null, cursor: null, hidden: new Set(), logY: new Map() };
@@ -341,7 +341,7 @@ function updateLegend(id) {
     const entry = document.createElement("span"), mark = document.createElement("span");
     const count = skips.reduce((sum, [, n]) => sum + n, 0);
     const text = `${count.toLocaleString("en")} ${count === 1 ? "update" : "updates"} skipped`;
-    mark.className = "wrong";
+    mark.className = "bad";
     mark.textContent = "▲ ";
     entry.append(mark, text);
     key.append(entry);
