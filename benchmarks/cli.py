@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     text = f"time limit; what does not fit is reduced or skipped (default: {MINUTES:g})"
     parser.add_argument("--minutes", type=float, default=MINUTES, metavar="M", help=text)
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures, updated after every workload")
-    parser.add_argument("--html", type=Path, metavar="F", help="write a page with chart and figures")
+    parser.add_argument("--html", type=Path, metavar="F", help="write a page with bars and figures")
     parser.add_argument("--png", type=Path, metavar="F", help="write the chart")
     return parser
 
@@ -143,10 +143,11 @@ def _print(console: Console, document: Mapping[str, Any]) -> None:
 
 
 def _write_pages(html: Path | None, png: Path | None, document: Mapping[str, Any]) -> None:
-    if html or png:
-        from benchmarks.picture import write_page, write_picture  # imports matplotlib
+    if html:
+        from benchmarks.page import write_page
 
-        if html:
-            write_page(html, document)
-        if png:
-            write_picture(png, document)
+        write_page(html, document)
+    if png:
+        from benchmarks.picture import write_picture  # imports matplotlib
+
+        write_picture(png, document)
