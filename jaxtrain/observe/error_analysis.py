@@ -234,25 +234,19 @@ def write_error_page(path: Path, analysis: ErrorAnalysis, worst: int) -> None:
 
 
 def _calibration_chart(bins: Sequence[Bin]) -> Chart:
-    x, y = between(0, 1, [0, 0.5, 1], "{:g}".format), between(0, 1, [0, 0.5, 1], "{:g}".format)
-    filled = [(i, bin) for i, bin in enumerate(bins) if bin.predictions]
-    accuracy = bars([((i + 0.05) / len(bins), (i + 0.95) / len(bins), bin.accuracy) for i, bin in filled], x, y)
+    x = y = between(0, 1, [0, 0.5, 1], "{:g}".format)
+    width, filled = 1 / len(bins), [(i, bin) for i, bin in enumerate(bins) if bin.predictions]
+    accuracy = bars([((i + 0.05) * width, (i + 0.95) * width, bin.accuracy) for i, bin in filled], x, y)
     means = curve([(bin.confidence, bin.accuracy) for _, bin in filled], x, y, "dots")
-    diagonal = curve([(0, 0), (1, 1)], x, y)
+    curves = [("bar faint", accuracy), ("c7 dashed", curve([(0, 0), (1, 1)], x, y)), ("c0 dots", means)]
+    text = "{:,} predictions, mean confidence {:.1%}, accuracy {:.1%}"
     return Chart(
         "Calibration",
         x,
-        [Panel("accuracy", y, [("bar faint", accuracy), ("c7 dashed", diagonal), ("c0 dots", means)])],
+        [Panel("accuracy", y, curves)],
         label="confidence",
         key=[("c0 dots", "accuracy at the mean confidence of a bin"), ("c7 dashed", "accuracy equals confidence")],
-        stops=[
-            Stop(
-                i / len(bins),
-                (i + 1) / len(bins),
-                f"{bin.predictions:,} predictions, mean confidence {bin.confidence:.1%}, accuracy {bin.accuracy:.1%}",
-            )
-            for i, bin in filled
-        ],
+        stops=[Stop(i * width, (i + 1) * width, text.format(*bin)) for i, bin in filled],
     )
 
 
@@ -270,20 +264,13 @@ def _kinds_table(kinds: Mapping[str, tuple[int, float]]) -> Table:
 
 
 def _confusion_table(analysis: ErrorAnalysis) -> Table:
-    names = analysis.class_names
-    rows = []
-    for target, counts in enumerate(confusion(analysis.classes, len(names)).tolist()):
-        shares = [(count / max(sum(counts), 1)) ** 0.5 for count in counts]
-        cell = Markup('<span class="heat{}" style="--share: {:.2f}">{}</span>')
-        rows.append(
-            [
-                names[target],
-                *(
-                    cell.format(" right" if i == target else "", share, count or "\xa0")
-                    for i, (share, count) in enumerate(zip(shares, counts, strict=True))
-                ),
-            ]
-        )
+    names, cell = analysis.class_names, Markup('<span class="heat{}" style="--share: {:.2f}">{}</span>')
+    counts = confusion(analysis.classes, len(names))
+    shares = np.sqrt(counts / np.maximum(counts.sum(1, keepdims=True), 1))
+    rows = [
+        [name, *(cell.format(" right" * (i == j), shares[i, j], counts[i, j] or "\xa0") for j in range(len(names)))]
+        for i, name in enumerate(names)
+    ]
     return Table(("true ↓ predicted →", *names), rows, "confusion matrix")
 
 

@@ -94,30 +94,20 @@ def _numbers(record: Record) -> Iterator[tuple[str, str, str]]:
 
 
 def _runs(records: Sequence[Record]) -> Table:
-    """The table of several runs, each with the box that shows its curves."""
+    """The table of several runs: their headline numbers, and the boxes that show their curves."""
     box = Markup(
         '<label><input type="checkbox" data-run="{}" checked>'
         '<span class="color" style="background: var(--c{})"></span>{}</label>'
     )
-    heading = ["run", "step", "best validation loss", "at step", "last", "throughput", "training time", "peak memory"]
-    scaled = any(record.uses_loss_scale for record in records)
+    numbers = [{label: (value, note) for label, value, note in _numbers(record)} for record in records]
+    labels = [*dict.fromkeys(label for found in numbers for label in found)]
     rows = []
-    for i, record in enumerate(records):
-        best, of = record.best, f" of {record.total_steps:,}" if record.total_steps else ""
-        rows.append(
-            [
-                box.format(i, i % 8, record.name),
-                f"{record.step:,}{of}",
-                significant(best.evaluation["loss"]) if best else "—",
-                f"{best.step:,}" if best else "—",
-                significant(record.evaluations[-1].evaluation["loss"]) if best else "—",
-                f"{format_count(record.throughput)} {record.unit}/s" if record.throughput else "—",
-                format_duration(record.clock[-1].seconds),
-                format_bytes(int(record.peak_memory)) if record.peak_memory else "—",
-                *([f"{record.skipped:,}" if record.uses_loss_scale else "—"] if scaled else []),
-            ]
-        )
-    return Table([*heading, *(["skipped"] if scaled else [])], rows, "the runs", numbers=range(1, 9))
+    for i, (record, found) in enumerate(zip(records, numbers, strict=True)):
+        cells = (found.get(label, ("—", "")) for label in labels)
+        of = f" of {record.total_steps:,}" if record.total_steps else ""
+        texts = [f"{value}, {note}" if note.startswith("step") else value for value, note in cells]
+        rows.append([box.format(i, i % 8, record.name), f"{record.step:,}{of}", *texts])
+    return Table(["run", "step", *labels], rows, "the runs", numbers=range(1, 2 + len(labels)))
 
 
 def _worst_table(worst: Mapping[str, Any]) -> Table:
