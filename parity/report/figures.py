@@ -15,7 +15,7 @@ _Points = list[tuple[int, float]]
 
 def loss_chart(case: PageCase) -> Chart:
     """Return the chart of the losses and their relative difference, by step."""
-    theirs, ours, course = _points(case.torch_losses, 1), _points(case.jax_losses, 1), case.trajectory
+    theirs, ours, course = _points(case.torch_losses, 1), _points(case.jax_losses, 1), case.verdict.trajectory
     if course is None:
         apart = [(i, abs(a - b) / abs(b) if b else abs(a - b)) for (i, a), (_, b) in zip(ours, theirs, strict=False)]
     else:

@@ -18,7 +18,7 @@ _HEADING = ("case", "verdict", "precision", "k", "remat", "loss", "worst gradien
 
 def write_page(path: Path, environment: Mapping[str, Any], cases: Sequence[PageCase]) -> None:
     """Write a self-contained page of the cases, those that differ first."""
-    checks = [_check(i, case) for i, case in enumerate(sorted(cases, key=lambda case: case.passed), start=1)]
+    checks = [_check(i, case) for i, case in enumerate(sorted(cases, key=lambda case: case.verdict.passed), start=1)]
     verdict = _verdict(cases)
     page = render_page(
         "parity.report",
@@ -26,7 +26,7 @@ def write_page(path: Path, environment: Mapping[str, Any], cases: Sequence[PageC
         title=f"{verdict} — parity",
         script=READOUT,
         verdict=verdict,
-        held=bool(cases) and all(case.passed for case in cases),
+        held=bool(cases) and all(case.verdict.passed for case in cases),
         bars=bars(),
         checks=checks,
         table=Table(_HEADING, [check["row"] for check in checks], "All checks", numbers={3, 5, 6, 8, 9}),
@@ -43,28 +43,17 @@ def _verdict(cases: Sequence[PageCase]) -> str:
     """
     if not cases:
         return "Nothing was checked"
-    held = sum(case.passed for case in cases)
+    held = sum(case.verdict.passed for case in cases)
     differ = len(cases) - held
     return f"{held} check{'s' * (held != 1)} held, {differ or 'none'} differ{'s' * (differ < 2)}"
 
 
 def _check(i: int, case: PageCase) -> dict[str, Any]:
-    scales = [*case.torch_scales, *case.jax_scales]
-    held = Markup('<b class="good">✓ held</b>') if case.passed else Markup('<b class="bad">✗ differs</b>')
-    ratio = "" if case.error_ratio is None else f"{case.error_ratio:.2f}"
-    tensor = case.tensor_worst
-    row = (
-        Markup('<a href="#check-{}">{}</a>').format(i, case.name),
-        *(held, case.precision, case.accumulate, case.remat, number(case.loss_rel), number(case.grad_rel_max)),
-        *(case.grad_worst, number(case.param_rel_max), ratio),
-    )
-    tiles = [
-        ("loss", number(case.loss_rel), ""),
-        ("worst gradient", number(case.grad_rel_max), case.grad_worst),
-        ("parameters", number(case.param_rel_max), ""),
-        *([("error, in PyTorch's own", ratio, "")] if ratio else []),
-        *([("worst tensor, in PyTorch's own", f"{tensor.ratio:.2f}", tensor.what)] if tensor else []),
-    ]
+    verdict, scales = case.verdict, [*case.torch_scales, *case.jax_scales]
+    held = Markup('<b class="good">✓ held</b>') if verdict.passed else Markup('<b class="bad">✗ differs</b>')
+    ratio, tensor = "" if verdict.error_ratio is None else f"{verdict.error_ratio:.2f}", verdict.worst_tensor
+    loss, grad, param = map(number, (verdict.loss_rel, verdict.grad_rel_max, verdict.param_rel_max))
+    link = Markup('<a href="#check-{}">{}</a>').format(i, case.name)
     charts = [
         loss_chart(case) if len(case.torch_losses) or len(case.jax_losses) else None,
         scale_chart(case) if len(set(scales)) > 1 else None,
@@ -74,8 +63,18 @@ def _check(i: int, case: PageCase) -> dict[str, Any]:
         "anchor": f"check-{i}",
         "case": case,
         "held": held,
-        "row": row,
-        "tiles": tiles,
+        "row": (
+            *(link, held, case.precision, case.settings.accumulate, case.settings.remat),
+            *(loss, grad, verdict.grad_worst, param, ratio),
+        ),
+        "faults": [*verdict.faults, *filter(None, (verdict.stage, verdict.unlocated, verdict.diagnosis))],
+        "tiles": [
+            ("loss", loss, ""),
+            ("worst gradient", grad, verdict.grad_worst),
+            ("parameters", param, ""),
+            *([("error, in PyTorch's own", ratio, "")] if ratio else []),
+            *([("worst tensor, in PyTorch's own", f"{tensor.ratio:.2f}", tensor.what)] if tensor else []),
+        ],
         "charts": [chart for chart in charts if chart],
         "worst": _worst(case),
     }

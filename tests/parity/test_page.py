@@ -10,24 +10,17 @@ import numpy as np
 import pytest
 
 from parity.compare.trajectory import trajectory
+from parity.compare.verdict import Verdict
 from parity.report.page import write_page
 from parity.report.page_case import Difference, Excerpt, PageCase, excerpt
+from parity.settings import Settings
 
 HELD = PageCase(
     name="mlp",
     precision="fp64",
-    accumulate=1,
-    remat="none",
     optimizer="AdamW",
-    steps=3,
-    seed=0,
-    passed=True,
-    faults=(),
-    error_ratio=None,
-    loss_rel=1e-15,
-    grad_rel_max=2e-15,
-    grad_worst="1.weight",
-    param_rel_max=3e-15,
+    settings=Settings(steps=3),
+    verdict=Verdict(1e-15, 2e-15, "1.weight", 3e-15, error_ratio=None, faults=()),
     torch_losses=np.array([3.0, 2.0, 1.0]),
     jax_losses=np.array([3.0, 2.0, 1.0 + 1e-15]),
     torch_scales=np.ones(4),
@@ -35,16 +28,13 @@ HELD = PageCase(
     grad_errors={"1.weight": 2e-15, "1.bias": 1e-16},
     torch_grad_errors=None,
     floor=2.2e-16,
-    difference=None,
 )
 MARKUP = "<script>alert('&amp;')</script>"
 DIFFERS = dataclasses.replace(
     HELD,
     name="gpt2",
     precision="fp16",
-    passed=False,
-    faults=("first gradient: 3 times as far", MARKUP),
-    error_ratio=3.0,
+    verdict=dataclasses.replace(HELD.verdict, faults=("first gradient: 3 times as far", MARKUP), error_ratio=3.0),
     torch_scales=np.array([4.0, 2.0, 2.0, 2.0]),
     jax_scales=np.array([4.0, 4.0, 2.0, 2.0]),
     torch_grad_errors={"1.weight": 2e-4, "1.bias": 1e-4},
@@ -153,7 +143,7 @@ def test_names_faults_excerpts_and_the_environment_are_text_not_markup(page):
         dataclasses.replace(
             DIFFERS,
             name=MARKUP,
-            grad_worst=MARKUP,
+            verdict=dataclasses.replace(DIFFERS.verdict, grad_worst=MARKUP),
             grad_errors=names,
             torch_grad_errors=names,
             difference=Difference(MARKUP, MARKUP, excerpt, excerpt),
@@ -181,10 +171,7 @@ def test_plots_are_valid_for_any_number(page, value):
     series = np.array([1.0, value, 1.0])
     odd = dataclasses.replace(
         DIFFERS,
-        loss_rel=value,
-        grad_rel_max=value,
-        param_rel_max=value,
-        error_ratio=value,
+        verdict=Verdict(value, value, "1.weight", value, error_ratio=value, faults=("wrong",)),
         jax_losses=series,
         torch_losses=-series,
         jax_scales=np.append(series, 2.0),
@@ -209,7 +196,7 @@ def test_a_run_without_values_to_plot_still_has_its_verdict(page):
     nothing = dict.fromkeys(("torch_losses", "jax_losses", "torch_scales", "jax_scales"), ())
     built = page(dataclasses.replace(DIFFERS, grad_errors={}, torch_grad_errors={}, **nothing))
     assert built.text("a") == ["gpt2"]
-    assert built.text("li") == list(DIFFERS.faults)
+    assert built.text("li") == list(DIFFERS.verdict.faults)
 
 
 def test_curves_are_drawn_at_their_values(page):
@@ -256,7 +243,7 @@ def test_a_long_run_has_a_bounded_number_of_tooltips(page):
 
 def test_a_long_run_shows_both_differences_on_one_axis_and_where_chaos_begins(page):
     course = trajectory([1e-15, 1e-9, 1e-3], [[1e-15, 1e-7, 1e-3]], limit=1e-8)
-    built = page(dataclasses.replace(HELD, trajectory=course))
+    built = page(dataclasses.replace(HELD, verdict=dataclasses.replace(HELD.verdict, trajectory=course)))
     ulp, apart = (built.having("path", **{"class": css})[-1]["d"] for css in ("c1 dotted", "c3"))
     # The axis runs from 1e-16 to 1e-3.
     assert [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", apart)] == pytest.approx([923.1, 461.5, 0], abs=0.2)
