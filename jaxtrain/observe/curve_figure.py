@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from jaxtrain.observe.charts import thin_points
-from jaxtrain.pages import Chart, Panel, between, curve, linear, whole
+from jaxtrain.pages import Chart, Panel, between, curve, linear, svg, whole
 
 _WIDTH = 640
 _POINTS = 400  # more than the pixels of a curve
@@ -38,7 +38,7 @@ def curve_figure(history: Sequence[Mapping[str, Any]], title: str) -> str:
         label="step",
         key=[(css, f"{label} loss {found[name][-1][1]:.4g}") for name, label, css in drawn],
     )
-    return chart.svg(_WIDTH)
+    return svg([chart], _WIDTH)
 
 
 def _finite(history: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:

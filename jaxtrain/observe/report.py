@@ -1,6 +1,6 @@
 """Render report.html: one self-contained page about one run, or comparing several.
 
-The curves are drawn by report.js, 23 kB, inlined in the page under a policy that forbids fetching and evaluating code.
+The curves are drawn by report.js, 20 kB, inlined in the page under a policy that forbids fetching and other scripts.
 Inlined libraries would be larger than most reports: vega, vega-lite and vega-embed 0.83 MB, and vega compiles its
 expressions by `new Function`; plotly.js-basic-dist-min 4.1.1 1.19 MB. Skips, rollbacks and references would still be
 drawn by us.
@@ -25,7 +25,6 @@ from jaxtrain.pages import Table, render_page
 from jaxtrain.recipes import RECIPES
 
 _SCRIPT = resources.files("jaxtrain.observe").joinpath("report.js").read_text(encoding="utf-8")
-_Columns = Sequence[Mapping[str, Any]]
 
 
 def write_report(path: Path, records: Sequence[Record]) -> None:
@@ -48,7 +47,7 @@ def render_report(records: Sequence[Record], *, live: bool = False) -> str:
     first, one = records[0], len(records) == 1
     columns, settings = _settings(records)
     changed = [row for row in settings if len({*row[1:]}) > 1]
-    environments = [_flatten(_environment(record.config)) for record in records]
+    environments = [_environment(record.config) for record in records]
     return render_page(
         "jaxtrain.observe",
         "report.html.j2",
@@ -132,18 +131,15 @@ def _settings(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 
 
 def _environment(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name not in ("recipe", "settings", "earlier")}
-
-
-def _flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping with nested mappings merged into it."""
+    """The environment of a run, with nested mappings merged into it."""
     flat: dict[str, Any] = {}
-    for name, value in nested.items():
-        flat |= value if isinstance(value, Mapping) else {name: value}
+    for name, value in config.items():
+        if name not in ("recipe", "settings", "earlier"):
+            flat |= value if isinstance(value, Mapping) else {name: value}
     return flat
 
 
-def _rows(columns: _Columns) -> list[list[str]]:
+def _rows(columns: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """A row for each name, with its value in each column."""
     names = dict.fromkeys(name for column in columns for name in column)
     return [[name.replace("_", " "), *(_format(column, name) for column in columns)] for name in names]

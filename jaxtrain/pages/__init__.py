@@ -13,6 +13,7 @@ from jaxtrain.pages.chart import Stop as Stop
 from jaxtrain.pages.chart import Strip as Strip
 from jaxtrain.pages.chart import bars as bars
 from jaxtrain.pages.chart import curve as curve
+from jaxtrain.pages.chart import svg as svg
 from jaxtrain.pages.page import READOUT as READOUT
 from jaxtrain.pages.page import render_page as render_page
 from jaxtrain.pages.table import Table as Table

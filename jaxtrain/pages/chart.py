@@ -121,10 +121,13 @@ class Chart:
         """Return the figure of a page, as wide as its place."""
         return str(macros().figure(self))
 
-    def svg(self, width: int) -> str:
-        """Return an SVG of its own, `width` pixels wide."""
-        style = (PALETTE + STYLES).replace(":root", "svg.chart")
-        return str(macros().standalone(self, width, style))
+
+def svg(charts: Sequence[Chart], width: int) -> str:
+    """Return an SVG file of charts side by side, each `width` pixels wide."""
+    top = 54 if any(chart.key for chart in charts) else 32
+    height = top + max(chart.height for chart in charts) + 8
+    style = (PALETTE + STYLES).replace(":root", "svg.chart")
+    return str(macros().svg(charts, width, top, height, style))
 
 
 def curve(

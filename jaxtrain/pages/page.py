@@ -40,7 +40,7 @@ def render_page(package: str, template: str, *, title: str, script: str = "", li
 
 @functools.cache
 def macros() -> Any:
-    """Return the macros of parts of a page: `figure`, `standalone`, `table`, `tiles` and `facts`."""
+    """Return the macros of parts of a page: `figure`, `svg`, `table`, `tiles` and `facts`."""
     return _environment().get_template("parts.html.j2").module
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtrain.pages import Chart, Panel, Region, Stop, Strip, Table, between, curve, linear, logarithmic, whole
+from jaxtrain.pages import Chart, Panel, Region, Stop, Strip, Table, between, curve, linear, logarithmic, svg, whole
 
 EVIL = "</script><script>alert('&amp;')</script>"
 
@@ -61,14 +61,14 @@ def test_texts_of_a_chart_and_a_table_are_escaped():
     parts = [Panel(EVIL, linear([0, 1]), [("c0", curve([(0, 1)], x, x))], [(0.5, EVIL)]), Strip(EVIL, [], EVIL)]
     chart = Chart(EVIL, x, parts, EVIL, [("c0", EVIL)], [Stop(0, 1, EVIL)], [Region(0, 1, "zero", EVIL)], notes=[EVIL])
     table = Table([EVIL], [[EVIL, EVIL]], EVIL)
-    for html in (chart.__html__(), table.__html__(), chart.svg(300)):
+    for html in (chart.__html__(), table.__html__(), svg([chart], 300)):
         assert "<script" not in html
         ElementTree.fromstring(f"<page>{html}</page>")
 
 
 def test_an_svg_file_has_its_own_styles_and_no_other_file():
     x = between(0, 1)
-    svg = Chart("title", x, [Panel("", x, [])]).svg(300)
-    assert ElementTree.fromstring(svg).get("width") == "300"
-    assert ":root" not in svg
-    assert not re.findall(r"href|url\(|@import", svg)
+    file = svg([Chart("title", x, [Panel("", x, [])])] * 2, 300)
+    assert ElementTree.fromstring(file).get("width") == "600"
+    assert ":root" not in file
+    assert not re.findall(r"href|url\(|@import", file)
