@@ -11,6 +11,7 @@ from jaxtrain.pages.chart import Panel as Panel
 from jaxtrain.pages.chart import Region as Region
 from jaxtrain.pages.chart import Stop as Stop
 from jaxtrain.pages.chart import Strip as Strip
+from jaxtrain.pages.chart import band as band
 from jaxtrain.pages.chart import bars as bars
 from jaxtrain.pages.chart import curve as curve
 from jaxtrain.pages.chart import svg as svg

@@ -98,4 +98,4 @@ def _drawn(values: Iterable[float]) -> list[float]:
 
 
 def _clipped(value: float) -> float:
-    return min(max(value, -HUGE), HUGE)
+    return min(max(float(value), -HUGE), HUGE)  # of NumPy's float32 as well

@@ -115,7 +115,7 @@ class Chart:
         x = self.left
         for css, meaning in self.key:
             yield x, css, meaning
-            x += 46 + 7 * len(meaning)
+            x += 42 + round(6.3 * len(meaning))
 
     def __html__(self) -> str:
         """Return the figure of a page, as wide as its place."""
@@ -149,6 +149,13 @@ def curve(
             path.append(f"H{px}V{py}" if drawn == "stepped" else f"L{px} {py}")
         down = True
     return "".join(path)
+
+
+def band(points: Iterable[tuple[float, float, float]], x: Axis, y: Axis) -> str:
+    """Return the SVG path of an area between two curves, as (place, low, high)."""
+    found = [(x.place(at), y.place(low), y.place(high)) for at, low, high in points]
+    edge = [*(_places(at, high) for at, _, high in found), *(_places(at, low) for at, low, _ in reversed(found))]
+    return f"M{'L'.join(map(' '.join, edge))}Z"
 
 
 def bars(found: Iterable[tuple[float, float, float]], x: Axis, y: Axis) -> str:
