@@ -36,7 +36,7 @@ def linear(values: Iterable[float], label: Callable[[float], str] | None = None)
     drawn = _drawn(values) or [0.0]
     ticks = _round_numbers(min(drawn), max(drawn), most=4)
     decimals = max(0, -math.floor(math.log10(ticks[1] - ticks[0]) + 1e-9))
-    wide = max(-ticks[0], ticks[-1]) >= 1e5
+    wide = max(-ticks[0], ticks[-1]) >= 1e5 or decimals > 5
     return between(ticks[0], ticks[-1], ticks, label or (lambda t: f"{t:.2g}" if wide else f"{t:.{decimals}f}"))
 
 

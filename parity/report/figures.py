@@ -89,8 +89,11 @@ def gradient_chart(case: PageCase) -> Chart:
                 [_floor(case)],
             ),
         ],
-        label=f"parameters, from input to output; colored from {10**low:.1e} to {10**high:.1e}",
-        key=[(css[side], f"{side} to {'PyTorch' if theirs is None else 'float64'}") for side in errors],
+        label="parameters, from input to output",
+        key=[
+            *((css[side], f"{side} to {'PyTorch' if theirs is None else 'float64'}") for side in errors),
+            ("heat broad", f"{10**low:.1e} to {10**high:.1e}"),
+        ],
         stops=[
             Stop(i - 0.5, i + 0.5, ", ".join([name, *(f"{side} {number(row[i])}" for side, row in errors.items())]))
             for i, name in enumerate(names)
