@@ -11,6 +11,7 @@ timing      interleaved timing of the worker processes
 measure     a suite: equality, ceilings, timings
 figures     rows, ratios and exponents of the JSON document
 rows        rows and ratios formatted for people
-picture     bar chart and page
+page        a page of all figures, with bars
+picture     bar chart as PNG
 cli         `python -m benchmarks`
 """

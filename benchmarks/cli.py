@@ -32,7 +32,7 @@ class Benchmarks:
     json: Annotated[Path | None, Flag(metavar="F")] = None
     """Write the figures, updated after every workload."""
     html: Annotated[Path | None, Flag(metavar="F")] = None
-    """Write a page with chart and figures."""
+    """Write a page with bars and figures."""
     png: Annotated[Path | None, Flag(metavar="F")] = None
     """Write the chart."""
 
@@ -144,10 +144,11 @@ def _print(console: Console, document: Mapping[str, Any]) -> None:
 
 
 def _write_pages(html: Path | None, png: Path | None, document: Mapping[str, Any]) -> None:
-    if html or png:
-        from benchmarks.picture import write_page, write_picture  # imports matplotlib
+    if html:
+        from benchmarks.page import write_page
 
-        if html:
-            write_page(html, document)
-        if png:
-            write_picture(png, document)
+        write_page(html, document)
+    if png:
+        from benchmarks.picture import write_picture  # imports matplotlib
+
+        write_picture(png, document)

@@ -1,13 +1,10 @@
-"""Bar chart and page: a panel for each workload and precision, a bar for each engine; shorter is faster."""
+"""Bar chart as PNG: a panel for each workload and precision, a bar for each engine; shorter is faster."""
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-from jinja2 import Environment, FileSystemLoader
 
 from benchmarks.rows import NAMES, settings
 
@@ -19,18 +16,6 @@ COLORS = {"jax": "#2a78d6", "optax": "#7fb0e6", "torch_eager": "#b8b8b8", "torch
 
 def write_picture(path: Path, document: Mapping[str, Any]) -> None:
     """Write the chart as PNG."""
-    path.write_bytes(_png(document))
-
-
-def write_page(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a self-contained HTML page with the chart and all figures."""
-    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    picture = base64.b64encode(_png(document)).decode()
-    page = templates.get_template("page.html.j2").render(document, picture=picture, names=NAMES, settings=settings)
-    path.write_text(page)
-
-
-def _png(document: Mapping[str, Any]) -> bytes:
     panels: dict[str, list[dict[str, Any]]] = {}
     for row in document["rows"]:
         title = f"{row['workload']} · {row['precision']}"
@@ -42,9 +27,7 @@ def _png(document: Mapping[str, Any]) -> bytes:
     grid = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)
     for (title, rows), (axes,) in zip(panels.items(), grid, strict=True):
         _draw_bars(axes, title, rows)
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=150)
-    return png.getvalue()
+    figure.savefig(path, format="png", dpi=150)
 
 
 def _draw_bars(axes: Any, title: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -9,6 +9,7 @@ The map of the package. Each line may import only from the lines above it (`test
     user_cache              the user's cache folder
     user_file               imports a user's Python file
     folder_files            files of a folder that may come from somebody else: no links followed
+    pages                   one page, one chart and one table for every report: HTML and SVG
     compilation             compilation without the persistent cache
     threefry                random bits by operations that any kernel has
     program                 a JAX program as a value: its equations, and functions that rewrite them

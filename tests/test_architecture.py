@@ -24,6 +24,7 @@ ORDER = (
         "user_cache",
         "user_file",
         "folder_files",
+        "pages",
         "compilation",
         "threefry",
         "program",

@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 from statistics import mean, pstdev
 
+from jaxtrain.pages import Chart, Panel, between, curve, linear, svg, whole
+
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)
-FULL, LORA, PRETRAINED, INK = "#c2410c", "#1d4ed8", "#52525b", "#52525b"
+COLORS = {"lora": "c0", "full": "c1"}
 FINETUNE = "train finetune --model tiny-{seed} --data pairs --seq-len 256 --batch-size 8 --seed {seed}"
 COMMANDS = {
     "pairs": "data stdlib-pairs",
@@ -22,8 +24,6 @@ COMMANDS = {
     "full-{seed}": f"{FINETUNE} --lr 2e-3 --method full",
 }
 """Commands by what they write."""
-
-Curve = list[tuple[int, float]]
 
 
 def run(folder: Path) -> None:
@@ -40,7 +40,7 @@ def run(folder: Path) -> None:
                     file.write(json.dumps({path.name: round((time.perf_counter() - start) / 60, 2)}) + "\n")
 
 
-def curve(run: Path) -> Curve:
+def held_out(run: Path) -> list[tuple[int, float]]:
     """Return the held-out loss of a run by step."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
@@ -48,7 +48,7 @@ def curve(run: Path) -> Curve:
 
 def losses(folder: Path) -> dict[str, list[float]]:
     """Return the held-out loss of the answers of every seed: pretrained, with adapters, and fully fine-tuned."""
-    lora, full = ([curve(folder / f"{name}-{seed}") for seed in SEEDS] for name in ("lora", "full"))
+    lora, full = ([held_out(folder / f"{name}-{seed}") for seed in SEEDS] for name in ("lora", "full"))
     return {
         "pretrained": [points[0][1] for points in lora],
         "LoRA": [points[-1][1] for points in lora],
@@ -65,27 +65,18 @@ def table(folder: Path) -> str:
 
 def draw(folder: Path) -> None:
     """Draw the held-out losses of all seeds."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams |= {"svg.hashsalt": "finetuning", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}
-    figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
-    for name, label, color in (("lora", "LoRA", LORA), ("full", "all weights", FULL)):
-        for seed in SEEDS:
-            steps, values = zip(*curve(folder / f"{name}-{seed}"), strict=True)
-            axes.plot(steps, values, color=color, linewidth=1.2, marker="o", markersize=2.5, label=seed or label)
-    start = mean(losses(folder)["pretrained"])
-    axes.axhline(start, color=PRETRAINED, linewidth=0.8, linestyle=":")
-    axes.annotate("pretrained, mean", (steps[-1], start), (0, 3), textcoords="offset points", color=INK, ha="right")
-    handles = [line for line in axes.get_lines() if str(line.get_label()) in ("LoRA", "all weights")]
-    axes.set(xlabel="step", ylabel="held-out loss, nats per byte", title="Answers about modules that no run has read")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["bottom", "left"]].set_color(INK)
-    axes.tick_params(colors=INK)
-    axes.legend(handles=handles, frameon=False, loc="center right")
-    figure.savefig(HERE / "finetuning.svg", metadata={"Date": None}, facecolor="white")
+    runs = {(name, seed): held_out(folder / f"{name}-{seed}") for name in COLORS for seed in SEEDS}
+    last, start = max(step for points in runs.values() for step, _ in points), mean(losses(folder)["pretrained"])
+    x, y = between(0, last, whole(0, last)), linear([start, *(loss for points in runs.values() for _, loss in points)])
+    curves = [(COLORS[name], curve(points, x, y)) for (name, _), points in runs.items()]
+    chart = Chart(
+        "Answers about modules that no run has read",
+        x,
+        [Panel("held-out loss, nats per byte", y, curves, [(start, "pretrained, mean")], height=220)],
+        label="step",
+        key=[(COLORS["lora"], "LoRA"), (COLORS["full"], "all weights")],
+    )
+    (HERE / "finetuning.svg").write_text(svg([chart], 620))
 
 
 if __name__ == "__main__":

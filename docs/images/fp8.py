@@ -16,14 +16,16 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from jaxtrain.pages import Chart, Panel, band, between, curve, linear, svg, whole
+
 HERE = Path(__file__).parent
 RESULTS = HERE.parent.parent / "benchmarks/results/cpu-2-cores-fp8-curves.json"
 RESULTS_OF_RECIPE = RESULTS.with_stem(f"{RESULTS.stem}-recipe")
 SEEDS, SEEDS_OF_RECIPE = range(10), range(7)
 SIZE = "--n-layer 2 --n-embd 64 --seq-len 64 --eval-every 50 --eval-sequences 1024"
 SIZE_OF_RECIPE = "--eval-every 50 --eval-sequences 512"
-COLORS = {"bf16": "#52525b", "fp8": "#c2410c"}
-INK = "#52525b"
+COLORS = {"bf16": "c7 broad", "fp8": "c1"}
+HIGHEST = 3.0  # loss that is drawn
 
 
 def run(folder: Path, precision: str, seed: int, size: str = SIZE) -> list[tuple[int, float]]:
@@ -69,23 +71,19 @@ def compare(bf16: np.ndarray, fp8: np.ndarray) -> dict[str, float]:
 
 def draw(curves: dict[str, Any]) -> None:
     """Draw the mean of each precision and the range of its seeds."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams |= {"svg.hashsalt": "fp8", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}
-    figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
-    for precision, runs in curves.items():
-        steps, losses = np.array(runs[0])[:, 0], np.array(runs)[:, :, 1]
-        color = COLORS[precision]
-        axes.plot(steps, losses.mean(0), color=color, linewidth=1.2, label=precision)
-        axes.fill_between(steps, losses.min(0), losses.max(0), color=color, alpha=0.2, linewidth=0)
-    axes.set(xlabel="step", ylabel="validation loss, nats per byte", title="gpt-stdlib: mean and range of ten seeds")
-    axes.set_ylim(top=3.0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(HERE / "fp8.svg", metadata={"Date": None}, facecolor="white")
+    steps, drawn = np.array(curves["bf16"][0])[:, 0], []
+    shown = {precision: np.array(runs)[:, :, 1] for precision, runs in curves.items()}
+    x = between(0, steps[-1], whole(0, int(steps[-1])))
+    y = linear([loss for losses in shown.values() for loss in losses.ravel() if loss < HIGHEST])
+    for precision, losses in shown.items():
+        kept = losses.max(0) < HIGHEST
+        mean, low, high = (getattr(losses, name)(0)[kept] for name in ("mean", "min", "max"))
+        drawn.append((f"{COLORS[precision]} band", band(zip(steps[kept], low, high, strict=True), x, y)))
+        drawn.append((COLORS[precision], curve(zip(steps[kept], mean, strict=True), x, y)))
+    panel = Panel("validation loss, nats per byte", y, drawn, height=200)
+    key = [(color, precision) for precision, color in COLORS.items()]
+    chart = Chart("gpt-stdlib: mean and range of ten seeds", x, [panel], "step", key)
+    (HERE / "fp8.svg").write_text(svg([chart], 620))
 
 
 def measure(folder: Path, seeds: range, size: str, results: Path) -> dict[str, Any]:

@@ -16,13 +16,13 @@ import numpy as np
 import optax
 
 import jaxtrain as jt
+from jaxtrain.pages import Chart, Panel, between, curve, linear, svg, whole
 
 HERE = Path(__file__).parent
 WIDTH, LAYERS, ROWS, APART = 32, 5, 64, 2.0**-12
 BLOCKS = LAYERS + 1  # and the head
-SINGLE, ADAPTIVE, RULE, TRUTH, INK = "#c2410c", "#1d4ed8", "#15803d", "#18181b", "#52525b"
-
 ADAPTIVE_RUN = "float16, by layer, adaptive"
+COLORS = {"float32": "c7 broad", "float16, one scale": "c1", "float16, by layer": "c2 dashed", ADAPTIVE_RUN: "c0"}
 
 
 class Run(NamedTuple):
@@ -155,35 +155,19 @@ def distance(run: Run, truth: Run) -> float:
 
 def draw(found: dict[str, Run]) -> None:
     """Draw the losses, and the scales of the layers."""
-    import matplotlib
+    losses = {(css, name.removeprefix("float16, ")): _smooth(found[name].losses) for name, css in COLORS.items()}
+    adaptive = found[ADAPTIVE_RUN].scales.T[:LAYERS]  # the scale of the head is that of the last layer
+    scales = {(f"c{layer}", f"layer {layer}"): np.log2(scale) for layer, scale in enumerate(adaptive)}
+    scales["c7 dashed", "one scale"] = np.log2(found["float16, one scale"].scales[:, 0])
+    charts = [_chart("Loss in float16, mean of 10 updates", losses), _chart("log₂ of the loss scales", scales)]
+    (HERE / "layer_scales.svg").write_text(svg(charts, 600))
 
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
 
-    plt.rcParams |= {"svg.hashsalt": "layer_scales", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}
-    figure, (left, right) = plt.subplots(ncols=2, figsize=(8.0, 3.4), layout="constrained")
-    shown = {"float32": TRUTH, "float16, one scale": SINGLE, "float16, by layer": RULE, ADAPTIVE_RUN: ADAPTIVE}
-    for name, color in shown.items():
-        is_truth = name == "float32"
-        line = "--" if name == "float16, by layer" else "-"
-        width, alpha = (3.5, 0.25) if is_truth else (1.2, 1.0)
-        left.plot(_smooth(found[name].losses), color=color, label=name, linestyle=line, linewidth=width, alpha=alpha)
-    left.set(xlabel="update", ylabel="loss", title="Training loss, mean of 10 updates")
-    left.legend(frameon=False)
-    one = np.log2(found["float16, one scale"].scales[:, 0])
-    right.plot(one, color=SINGLE, linewidth=1.2)
-    right.annotate("one scale", (100, one[100]), (0, 8), textcoords="offset points", color=SINGLE)
-    for layer, scale in enumerate(np.log2(found[ADAPTIVE_RUN].scales.T)):
-        right.plot(scale, color=ADAPTIVE, linewidth=1.2)
-        if layer < LAYERS:  # the scale of the head is that of the last layer
-            name = f"layer {layer}" if layer < LAYERS - 1 else f"layer {layer}, head"
-            right.annotate(name, (len(scale) - 1, scale[-1]), (4, -3), textcoords="offset points", color=ADAPTIVE)
-    right.set(xlabel="update", ylabel="log₂ of the scale", title="Loss scales", xlim=(0, 1.35 * len(one)))
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["bottom", "left"]].set_color(INK)
-        axes.tick_params(colors=INK)
-    figure.savefig(HERE / "layer_scales.svg", metadata={"Date": None}, facecolor="white")
+def _chart(title: str, lines: dict[tuple[str, str], np.ndarray]) -> Chart:
+    last = max(map(len, lines.values()))
+    x, y = between(0, last, whole(0, last)), linear(np.concatenate([*lines.values()]))
+    curves = [(css, curve(enumerate(values), x, y)) for (css, _), values in lines.items()]
+    return Chart(title, x, [Panel("", y, curves, height=220)], "update", [*lines])
 
 
 def _smooth(losses: np.ndarray, over: int = 10) -> np.ndarray:

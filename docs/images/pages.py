@@ -73,9 +73,9 @@ def main() -> None:
             assert jaxtrain(command.split()) == 0
         assert parity(["run", "mlp", "cnn", "gpt2", "llama", "--html", "parity.html"]) == 0
         with browser(Path(folder, "profile")) as window:
-            screenshot(window, Path("fp16/report.html"), "report.png", 1100, 1240)
-            screenshot(window, Path("comparison.html"), "report-compared.png", 1100, 665, dark=True)
-            screenshot(window, Path("digits/report.html"), "report-narrow.png", 420, 1168)
+            screenshot(window, Path("fp16/report.html"), "report.png", 1100, 1480)
+            screenshot(window, Path("comparison.html"), "report-compared.png", 1100, 860, dark=True)
+            screenshot(window, Path("digits/report.html"), "report-narrow.png", 420, 1460)
             screenshot(window, Path("eval.html"), "eval.png", 1000, 1040)
             screenshot(window, Path("parity.html"), "parity.png", 1100, 440)
         os.chdir(HERE)

@@ -4,7 +4,6 @@ Run `python -m docs.images.precision`.
 """
 
 import dataclasses
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import jaxtrain as jt
 from jaxtrain.observe import read_record
 from jaxtrain.observe.precision_figure import precision_figure
+from jaxtrain.pages import Chart, svg
 from jaxtrain.recipes import RECIPES
 
 HERE = Path(__file__).parent
@@ -19,15 +19,11 @@ SCALES = {
     "without a loss scale": "static_loss_scale(scale=1.0)",
     "loss scale 65536": "static_loss_scale(scale=65536.0)",
 }
-STEPS, GAP = 41, 16
+STEPS, WIDTH = 41, 630
 SMALL: dict[str, Any] = {"steps": STEPS, "precision": "fp16", "n_layer": 6, "n_embd": 64}
-STYLE = """text { fill: #5b6370; font: 12px system-ui, sans-serif }
-.title { fill: #1c1c1e; font-weight: 600; font-size: 14px }
-.bar { fill: #2563eb } .zero, .overflow { fill: #c81e1e; opacity: .16 } .subnormal { fill: #c2570c; opacity: .16 }
-.rule { stroke: #8884 } .lost { fill: #c81e1e }"""
 
 
-def figure(folder: Path, title: str, loss_scale: str) -> str:
+def figure(folder: Path, title: str, loss_scale: str) -> Chart:
     """Train a small model and return the figure of its gradients at the last step."""
     small = dataclasses.replace(RECIPES["gpt-stdlib"], **SMALL)
     recipe = dataclasses.replace(small, loss_scale=loss_scale, watch_precision=STEPS - 1, eval_every=STEPS)
@@ -35,22 +31,16 @@ def figure(folder: Path, title: str, loss_scale: str) -> str:
     line = read_record(run).precision
     assert line is not None
     assert line.precision is not None
-    return precision_figure(line.precision, title, ["activation_gradients", "weight_gradients"])
+    chart = precision_figure(line.precision, title, ["activation_gradients", "weight_gradients"])
+    assert chart is not None
+    return chart
 
 
 def main() -> None:
     """Train both, and write the figures side by side."""
     with tempfile.TemporaryDirectory() as folder:
         figures = [figure(Path(folder), title, scale) for title, scale in SCALES.items()]
-    width, height = (int(size) for size in re.findall(r'viewBox="0 0 (\d+) (\d+)"', figures[0])[0])
-    parts = [
-        one.replace("<svg ", f'<svg x="{i * (width + GAP)}" y="8" width="{width}" height="{height}" ', 1)
-        for i, one in enumerate(figures)
-    ]
-    size = f'viewBox="0 0 {2 * width + GAP} {height + 16}" width="{2 * width + GAP}"'
-    paper = '<rect width="100%" height="100%" fill="#fff"/>'
-    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{STYLE}</style>{paper}{"".join(parts)}</svg>\n'
-    (HERE / "precision.svg").write_text(svg)
+    (HERE / "precision.svg").write_text(svg(figures, WIDTH))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ _RUN_PACKAGES = frozenset(
         "flax",
         "grain",
         "jinja2",
+        "markupsafe",
         "orbax",
         "PIL",
         "rich",

@@ -4,15 +4,14 @@ import base64
 import io
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
+from markupsafe import Markup
 from numpy.typing import NDArray
 
 from jaxtrain.data import Source, Tokenizer
@@ -20,6 +19,7 @@ from jaxtrain.folder_files import write_file
 from jaxtrain.observe.pictures import READABLE, image_of
 from jaxtrain.observe.predictions import Bin, Outputs, Predictions, by_kind, by_position, calibration, confusion
 from jaxtrain.observe.record import PICTURE
+from jaxtrain.pages import Chart, Panel, Stop, Table, bars, between, curve, linear, render_page, whole
 from jaxtrain.run import Task
 
 _TEXT_WIDTH = 70  # characters of a text in the terminal
@@ -205,31 +205,73 @@ def write_error_page(path: Path, analysis: ErrorAnalysis, worst: int) -> None:
       worst: Number of worst examples to show.
     """
     task, predictions = analysis.task, analysis.predictions
-    template = jinja2.Template(
-        resources.files("jaxtrain.observe").joinpath("error_analysis.html.j2").read_text(),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    per_token, classes = predictions.is_per_token, len(analysis.class_names)
+    per_token = predictions.is_per_token
     indices = [int(i) for i in predictions.worst(worst)]
-    page = template.render(
+    page = render_page(
+        "jaxtrain.observe",
+        "error_analysis.html.j2",
+        title=f"{analysis.recipe}, step {analysis.step} — error analysis",
         analysis=analysis,
         predictions=predictions,
         class_names=analysis.class_names,
-        figures=analysis.figures(),
-        references=task.references,
+        figures=[
+            *((name, f"{value:.4g}", "") for name, value in analysis.figures().items()),
+            *((name, f"{value:.4g}", "to be beaten") for name, value in task.references.items()),
+        ],
         worst=indices,
         pictures={i: _picture(analysis.source[i]) for i in indices},
         scale=math.log(task.classes or 10),
-        bins=analysis.calibration[0] if analysis.has_classes else [],
-        positions=_curve(by_position(analysis.classes)) if per_token else None,
-        kinds=analysis.kinds() if per_token else {},
-        confusion=confusion(analysis.classes, classes) if 0 < classes <= READABLE else None,
-        confusions=analysis.confusions() if classes else [],
+        charts=[
+            *([_calibration_chart(analysis.calibration[0])] if analysis.has_classes else []),
+            *([_position_chart(by_position(analysis.classes))] if per_token else []),
+        ],
+        kinds=_kinds_table(analysis.kinds()) if per_token else None,
+        confusion=_confusion_table(analysis) if 0 < len(analysis.class_names) <= READABLE else None,
+        confusions=analysis.confusions() if analysis.class_names else [],
     )
     write_file(path, page)
     write_file(path.with_suffix(".worst.json"), json.dumps(_worst(analysis, worst)))
+
+
+def _calibration_chart(bins: Sequence[Bin]) -> Chart:
+    x = y = between(0, 1, [0, 0.5, 1], "{:g}".format)
+    width, filled = 1 / len(bins), [(i, bin) for i, bin in enumerate(bins) if bin.predictions]
+    accuracy = bars([((i + 0.05) * width, (i + 0.95) * width, bin.accuracy) for i, bin in filled], x, y)
+    means = curve([(bin.confidence, bin.accuracy) for _, bin in filled], x, y, "dots")
+    curves = [("bar faint", accuracy), ("c7 dashed", curve([(0, 0), (1, 1)], x, y)), ("c0 dots", means)]
+    text = "{:,} predictions, mean confidence {:.1%}, accuracy {:.1%}"
+    return Chart(
+        "Calibration",
+        x,
+        [Panel("accuracy", y, curves)],
+        label="confidence",
+        key=[("c0 dots", "accuracy at the mean confidence of a bin"), ("c7 dashed", "accuracy equals confidence")],
+        stops=[Stop(i * width, (i + 1) * width, text.format(*bin)) for i, bin in filled],
+    )
+
+
+def _position_chart(losses: Sequence[float | None]) -> Chart:
+    points = [(i, loss) for i, loss in enumerate(losses, start=1) if loss is not None]
+    x, y = between(1, len(losses), whole(1, len(losses))), linear([0.0, *(loss for _, loss in points)])
+    return Chart(
+        "Loss by position", x, [Panel("nats, mean over the examples", y, [("c0", curve(points, x, y))])], "token"
+    )
+
+
+def _kinds_table(kinds: Mapping[str, tuple[int, float]]) -> Table:
+    rows = [(kind, f"{n:,}", f"{loss:.3f}", f"{math.e**loss:.4g}") for kind, (n, loss) in kinds.items()]
+    return Table(("", "tokens", "loss", "perplexity"), rows, "loss by kind of token", numbers={1, 2, 3})
+
+
+def _confusion_table(analysis: ErrorAnalysis) -> Table:
+    names, cell = analysis.class_names, Markup('<span class="heat{}" style="--share: {:.2f}">{}</span>')
+    counts = confusion(analysis.classes, len(names))
+    shares = np.sqrt(counts / np.maximum(counts.sum(1, keepdims=True), 1))
+    rows = [
+        [name, *(cell.format(" right" * (i == j), shares[i, j], counts[i, j] or "\xa0") for j in range(len(names)))]
+        for i, name in enumerate(names)
+    ]
+    return Table(("true ↓ predicted →", *names), rows, "confusion matrix")
 
 
 def _worst(analysis: ErrorAnalysis, count: int) -> dict[str, Any]:
@@ -267,18 +309,6 @@ def _picture(example: dict[str, Any]) -> str | None:
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "png")
     return f"{PICTURE}{base64.b64encode(out.getvalue()).decode()}"
-
-
-def _curve(losses: list[float | None]) -> dict[str, Any]:
-    """Return a polyline of the losses in a square of 100 by 100, and the ranges of its axes."""
-    points = [(i, loss) for i, loss in enumerate(losses) if loss is not None]
-    high = max((loss for _, loss in points), default=1.0) or 1.0
-    last = max(len(losses) - 1, 1)
-    return {
-        "points": " ".join(f"{100 * i / last:.2f},{100 - 100 * loss / high:.2f}" for i, loss in points),
-        "high": high,
-        "last": len(losses),
-    }
 
 
 def _brief(values: Any) -> str:

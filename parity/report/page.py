@@ -2,34 +2,37 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
+from markupsafe import Markup
 
-from parity.report.figures import LEVELS, badness, gradient_figure, legend, loss_figure, number, scale_figure
+from jaxtrain.folder_files import write_file
+from jaxtrain.pages import READOUT, Table, render_page
+from parity.report.figures import badness, gradient_chart, loss_chart, number, scale_chart
 from parity.report.page_case import PageCase
 from parity.report.terminal import bars
+
+_HEADING = ("case", "verdict", "precision", "k", "remat", "loss", "worst gradient", "of", "parameters", "error ratio")
 
 
 def write_page(path: Path, environment: Mapping[str, Any], cases: Sequence[PageCase]) -> None:
     """Write a self-contained page of the cases, those that differ first."""
-    jinja = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    jinja.filters["number"] = number
-    template = jinja.from_string(resources.files("parity.report").joinpath("page.html.j2").read_text(encoding="utf-8"))
-    page = template.render(
-        verdict=_verdict(cases),
-        held=bool(cases) and all(case.passed for case in cases),
+    checks = [_check(i, case) for i, case in enumerate(sorted(cases, key=lambda case: case.verdict.passed), start=1)]
+    verdict = _verdict(cases)
+    page = render_page(
+        "parity.report",
+        "page.html.j2",
+        title=f"{verdict} — parity",
+        script=READOUT,
+        verdict=verdict,
+        held=bool(cases) and all(case.verdict.passed for case in cases),
         bars=bars(),
-        checks=[_check(i, case) for i, case in enumerate(sorted(cases, key=lambda case: case.passed), start=1)],
-        levels=LEVELS,
+        checks=checks,
+        table=Table(_HEADING, [check["row"] for check in checks], "All checks", numbers={3, 5, 6, 8, 9}),
         environment={k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in environment.items()},
     )
-    partial = path.with_suffix(".partial")
-    # A name may not be valid Unicode: a file name may contain a lone surrogate.
-    partial.write_text(page, encoding="utf-8", errors="replace")
-    partial.replace(path)
+    write_file(path, page)
 
 
 def _verdict(cases: Sequence[PageCase]) -> str:
@@ -40,19 +43,54 @@ def _verdict(cases: Sequence[PageCase]) -> str:
     """
     if not cases:
         return "Nothing was checked"
-    held = sum(case.passed for case in cases)
+    held = sum(case.verdict.passed for case in cases)
     differ = len(cases) - held
     return f"{held} check{'s' * (held != 1)} held, {differ or 'none'} differ{'s' * (differ < 2)}"
 
 
-def _check(number: int, case: PageCase) -> dict[str, Any]:
-    scales = [*case.torch_scales, *case.jax_scales]
+def _check(i: int, case: PageCase) -> dict[str, Any]:
+    verdict, scales = case.verdict, [*case.torch_scales, *case.jax_scales]
+    held = Markup('<b class="good">✓ held</b>') if verdict.passed else Markup('<b class="bad">✗ differs</b>')
+    ratio, tensor = "" if verdict.error_ratio is None else f"{verdict.error_ratio:.2f}", verdict.worst_tensor
+    loss, grad, param = map(number, (verdict.loss_rel, verdict.grad_rel_max, verdict.param_rel_max))
+    link = Markup('<a href="#check-{}">{}</a>').format(i, case.name)
+    charts = [
+        loss_chart(case) if len(case.torch_losses) or len(case.jax_losses) else None,
+        scale_chart(case) if len(set(scales)) > 1 else None,
+        gradient_chart(case) if case.grad_errors else None,
+    ]
     return {
-        "anchor": f"check-{number}",
+        "anchor": f"check-{i}",
         "case": case,
-        "losses": loss_figure(case) if len(case.torch_losses) or len(case.jax_losses) else None,
-        "gradients": gradient_figure(case) if case.grad_errors else None,
-        "legend": legend(case),
-        "worst": sorted(case.grad_errors, key=lambda name: badness(case.grad_errors[name]), reverse=True)[:5],
-        "scales": scale_figure(case) if len(set(scales)) > 1 else None,
+        "held": held,
+        "row": (
+            *(link, held, case.precision, case.settings.accumulate, case.settings.remat),
+            *(loss, grad, verdict.grad_worst, param, ratio),
+        ),
+        "faults": [*verdict.faults, *filter(None, (verdict.stage, verdict.unlocated, verdict.diagnosis))],
+        "tiles": [
+            ("loss", loss, ""),
+            ("worst gradient", grad, verdict.grad_worst),
+            ("parameters", param, ""),
+            *([("error, in PyTorch's own", ratio, "")] if ratio else []),
+            *([("worst tensor, in PyTorch's own", f"{tensor.ratio:.2f}", tensor.what)] if tensor else []),
+        ],
+        "charts": [chart for chart in charts if chart],
+        "worst": _worst(case),
     }
+
+
+def _worst(case: PageCase) -> Table:
+    """The parameters whose gradients are farthest from the reference."""
+    worst = sorted(case.grad_errors, key=lambda name: badness(case.grad_errors[name]), reverse=True)[:5]
+    theirs = case.torch_grad_errors
+    rows = [
+        (
+            Markup("<code>{}</code>").format(name),
+            number(case.grad_errors[name]),
+            *([number(theirs.get(name))] if theirs else []),
+        )
+        for name in worst
+    ]
+    heading = (f"worst {len(worst)} of {len(case.grad_errors)}", "JAX", *(["PyTorch"] if theirs else []))
+    return Table(heading, rows, "worst gradients", numbers={1, 2})

@@ -3,15 +3,14 @@
 import linecache
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
-from parity.compare.trajectory import Trajectory
-from parity.compare.verdict import TensorRatio, relative
+from parity.compare.verdict import Verdict, relative
 from parity.divergence import Divergence, Line
 from parity.report.result import Result
-from parity.settings import BF16_PARAMS, EXACT, FP8, in_double
+from parity.settings import BF16_PARAMS, EXACT, FP8, Settings, in_double
 from parity.source import import_path
 
 Series = Sequence[float] | np.ndarray
@@ -50,24 +49,14 @@ class PageCase:
     The losses have shape [steps], the scales [steps + 1]. `grad_errors` are the relative distances of JAX's first
     gradient from the reference, by parameter in the model's order. The reference is PyTorch in fp64 and the float64
     truth in lower precisions, where `torch_grad_errors` are PyTorch's own distances. `floor` is the rounding of the
-    precision, greater than 0. `dropout` is the rate, if one was requested;
-    `tensor_worst` is that of the verdict.
+    precision, greater than 0. `dropout` is the rate, if one was requested.
     """
 
     name: str
     precision: str
-    accumulate: int
-    remat: str
     optimizer: str
-    steps: int
-    seed: int
-    passed: bool
-    faults: tuple[str, ...]
-    error_ratio: float | None
-    loss_rel: float
-    grad_rel_max: float
-    grad_worst: str
-    param_rel_max: float
+    settings: Settings
+    verdict: Verdict
     torch_losses: Series
     jax_losses: Series
     torch_scales: Series
@@ -75,41 +64,29 @@ class PageCase:
     grad_errors: Mapping[str, float]
     torch_grad_errors: Mapping[str, float] | None
     floor: float
-    difference: Difference | None
-    trajectory: Trajectory | None = None
+    difference: Difference | None = None
     dropout: float | None = None
-    tensor_worst: TensorRatio | None = None
     not_exercised: tuple[str, ...] = ()
 
 
 def page_case(result: Result) -> PageCase:
     """Return the page's data of a check."""
-    verdict, settings = result.verdict, result.settings
     ours, theirs, truth = result.examination.ours, result.examination.theirs, result.examination.truth
-    low = not in_double(result.precision)
     return PageCase(
         name=result.case.name,
         precision=result.precision,
         optimizer=result.case.optimizer.name,
-        dropout=result.dropout,
-        **asdict(settings),
-        passed=verdict.passed,
-        faults=(*verdict.faults, *filter(None, [verdict.stage, verdict.unlocated, verdict.diagnosis])),
-        error_ratio=verdict.error_ratio,
-        loss_rel=verdict.loss_rel,
-        grad_rel_max=verdict.grad_rel_max,
-        grad_worst=verdict.grad_worst,
-        param_rel_max=verdict.param_rel_max,
+        settings=result.settings,
+        verdict=result.verdict,
         torch_losses=theirs.losses,
         jax_losses=ours.losses,
         torch_scales=theirs.scales,
         jax_scales=ours.scales,
         grad_errors=relative(ours.grads, truth.grads),
-        torch_grad_errors=relative(theirs.grads, truth.grads) if low else None,
+        torch_grad_errors=None if in_double(result.precision) else relative(theirs.grads, truth.grads),
         floor=FLOORS[result.precision],
-        difference=_difference(verdict.first_divergence),
-        trajectory=verdict.trajectory,
-        tensor_worst=verdict.worst_tensor,
+        difference=_difference(result.verdict.first_divergence),
+        dropout=result.dropout,
         not_exercised=result.examination.not_exercised,
     )
 

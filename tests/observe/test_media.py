@@ -221,7 +221,7 @@ def test_the_report_shows_the_media_of_the_steps_and_escapes_texts(tmp_path):
     assert len(sound) == 2
     assert shape_of(base64.b64decode(sound[0])) == (200, 1)
     assert html.count("<pre") == 4
-    assert re.findall(r"<td>([^<]*)</td><td>([^<]*)</td></tr>", html)[:2][0] == ("&lt;i&gt;", "0.333333")
+    assert re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)</td></tr>', html)[0] == ("&lt;i&gt;", "0.333333")
     assert len(re.findall(r'data-step="30" hidden', html)) == 6
     assert len(re.findall(r'data-step="40">', html)) == 6
     assert not re.findall(r'(?:src|href)="(?!data:)', html)

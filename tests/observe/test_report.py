@@ -1,6 +1,7 @@
 """The report shows the contents of a run's folder and loads no external resources."""
 
 import base64
+import hashlib
 import io
 import json
 import re
@@ -46,8 +47,11 @@ def test_the_page_holds_the_exact_curves_and_loads_nothing(tmp_path):
     html = render_report([record])
     (data,) = re.findall(r'<script type="application/json" id="data"[^>]*>(.*?)</script>', html, re.DOTALL)
     assert json.loads(data) == json.loads(json.dumps(chart_data([record])))
-    assert html.count('<svg class="plot"') == len(chart_data([record])["charts"])
+    assert html.count('<svg class="chart plot"') == len(chart_data([record])["charts"])
     assert "default-src 'none'" in html
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'; " in html
     assert "connect-src 'none'" in html
     assert "connect-src 'self'" in render_report([record], live=True)
     assert not re.findall(r"(?:src|href)\s*=", html)

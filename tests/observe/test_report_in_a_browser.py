@@ -62,8 +62,7 @@ def test_a_log_axis_and_smoothing_change_the_curves(shown):
     shown.run("document.querySelector('figure input').click()")
     _, ys = points(shown.run(PATHS)[0])
     assert (ys[1] - ys[0]) / (ys[3] - ys[0]) == pytest.approx(log(21 / 11) / log(41 / 11), abs=0.01)
-    height = shown.run("return document.querySelector('.plot').clientHeight")
-    assert 0 < min(ys) < max(ys) < height
+    assert 0 < min(ys) < max(ys) < 1000  # the square that curves are drawn in
     assert shown.run(PATHS)[2:] == plain[2:]
     shown.run("f = document.querySelector('form'); f.smoothing.value = 0.9; f.dispatchEvent(new Event('input'))")
     assert shown.run("return document.querySelectorAll('.plot .raw').length") > 0
@@ -93,15 +92,13 @@ def test_everything_is_reachable_by_keyboard(shown):
 def test_dragging_zooms_in(shown):
     shown.emulate("Emulation.setDeviceMetricsOverride", width=1000, height=1200, deviceScaleFactor=1, mobile=False)
     time.sleep(0.3)
-    box = shown.run(
-        "b = document.querySelector('.plot').getBoundingClientRect(); return [b.left, b.top, b.width, b.height]"
-    )
-    left, top, width, height = box
+    box = "b = document.querySelector('.plot').getBoundingClientRect(); return [b.left, b.top, b.width, b.height]"
+    left, top, width, height = shown.run(box)
     middle = int(top + height / 2)
     shown.drag((int(left + width * 0.5), middle), (int(left + width * 0.9), middle))
     low, high = shown.run("p = document.querySelector('.plot'); return [p.ariaValueMin, p.ariaValueMax].map(Number)")
     assert 15 <= low < high <= 39
-    assert high - low == pytest.approx(40 * 0.4 * width / (width - 80), abs=2)
+    assert high - low == pytest.approx(40 * 0.4, abs=2)
 
 
 @pytest.mark.parametrize("width", [320, 700, 1600])
@@ -118,8 +115,9 @@ def test_labels_of_the_axes_are_not_cut(exponent, window, tmp_path):
     write_report(run.report, [read_record(run)])
     window.open(run.report.as_uri())
     time.sleep(0.3)
-    cut = "[...document.querySelectorAll('.plot text')].filter((t) => t.getBBox().x < 0).map((t) => t.textContent)"
-    assert window.run(f"return {cut}") == []
+    cut = "(t) => t.getBoundingClientRect().left < t.closest('figure').getBoundingClientRect().left"
+    texts = "[...document.querySelectorAll('.plot text')]"
+    assert window.run(f"return {texts}.filter({cut}).map((t) => t.textContent)") == []
 
 
 def test_the_step_of_media_is_chosen_and_kept_by_a_live_page(window, tmp_path):
@@ -161,6 +159,7 @@ def test_a_live_page_updates_and_keeps_the_readers_view(window, tmp_path):
     with report_server(0, stamp, lambda: render_report([read_record(run)], live=True)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         window.open(f"http://127.0.0.1:{server.server_address[1]}/")
+        window.complaints()  # of the page before, whose server may have ended
         window.run("document.querySelector('details').open = true; document.querySelector('figure input').click()")
         window.run("document.querySelectorAll('.plot')[1].focus()")
         with run.metrics.open("a") as file:

@@ -66,7 +66,6 @@ from parity.mutate import Mutant, Outcome, document, planting
 from parity.oracle import in_jax, in_torch
 from parity.oracle.constants import recompute_constants
 from parity.record import Record, Snapshot
-from parity.report.axes import logarithmic
 from parity.selftest import products
 from parity.selftest.check_result import CheckResult
 from parity.settings import Settings
@@ -1043,13 +1042,6 @@ def test_the_choices_of_a_proposal_and_of_a_diagnosis_are_tried_from_small_to_la
     shapes: dict[str, tuple[int, ...]] = {"a": (3,), "b": (3,), "c": (4,)}
     assert Side(shapes, {"x": np.zeros(3), "y": np.zeros(3), "z": np.zeros(4)}, {}, set()).ambiguous
     assert not Side({"a": (3,), "b": (4,)}, {"x": np.zeros(3), "y": np.zeros(4)}, {}, set()).ambiguous
-
-
-def test_zero_has_a_place_below_all_powers_of_a_logarithmic_axis() -> None:
-    axis = logarithmic([0.0, 1.0, 100.0])
-    assert [axis.place(x) for x in (0.0, 1.0, 10.0, 100.0)] == pytest.approx([0, 1 / 6, 7 / 12, 1])
-    assert [name for _, name in axis.ticks] == ["0", "1e0", "1e1", "1e2"]
-    assert logarithmic([1.0, 100.0]).place(1.0) == 0
 
 
 def test_only_arrays_of_rounded_numbers_are_nudged() -> None:

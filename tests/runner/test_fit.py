@@ -280,7 +280,7 @@ def test_what_fit_returns_is_shown_in_a_line_and_as_a_curve(whole):
     assert repr(whole).startswith(f"Fit(run='{whole.run.path}', step=12, loss=")
     assert len(repr(whole)) < 200
     drawing = whole._repr_html_()
-    assert drawing.count("<polyline") == 1
+    assert drawing.count('class="c0" d="M') == 2  # the curve and its sample in the key
     assert "training loss" in drawing
     assert "validation" not in drawing
     assert "no loss was logged" in dataclasses.replace(whole, history=[])._repr_html_()
