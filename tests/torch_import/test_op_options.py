@@ -169,3 +169,14 @@ def test_losses() -> None:
     for name, *options in (("mse_loss",), ("smooth_l1_loss", 0.7), ("huber_loss", 0.7)):
         calls.add(f"{name}.default", x, y, SUM, *options)
     calls.check()
+
+
+def test_resized_images() -> None:
+    calls, sizes = Calls(), ((1, 4), (5, 2), (3, 9))
+    modes = ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
+    for mode, size, corners in itertools.product(modes, sizes, (False, True)):
+        calls.add(f"{mode}.vec", normal(1, 1, 3, 7), size, corners, None)
+    for mode, scales in itertools.product(modes, ([0.7, 2.3], [1.5, 0.4])):
+        calls.add(f"{mode}.vec", normal(1, 1, 3, 7), None, False, scales)
+    calls.add("_upsample_bilinear2d_aa.default", normal(1, 1, 3, 7), (2, 9), False, 0.7, 1.4)
+    calls.check()
