@@ -77,21 +77,26 @@ def layer_norm_gradient(
 
 
 def _moments(x: jax.Array, y: jax.Array) -> list[jax.Array]:
-    """Return the means of x and y, the variance of x and their covariance over the last axis, in one reduction.
-
-    Two parts are merged by the difference of their means (Chan et al. 1983), so that a large mean costs no digits.
-    """
-
-    def merge(a: Any, b: Any) -> Any:
-        (n, mean_x, mean_y, xx, xy), (n_b, mean_x_b, mean_y_b, xx_b, xy_b) = a, b
-        total = n + n_b
-        share = n_b / jnp.maximum(total, 1)
-        dx, dy, weight = mean_x_b - mean_x, mean_y_b - mean_y, n * share
-        means = mean_x + dx * share, mean_y + dy * share
-        return total, *means, xx + xx_b + dx * dx * weight, xy + xy_b + dx * dy * weight
-
+    """Return the means of x and y, the variance of x and their covariance over the last axis, in one reduction."""
     zeros = jnp.zeros_like(x)
     start = jnp.zeros([], x.dtype)
-    reduced = lax.reduce((jnp.ones_like(x), x, y, zeros, zeros), (start,) * 5, merge, (x.ndim - 1,))
+    reduced = lax.reduce((jnp.ones_like(x), x, y, zeros, zeros), (start,) * 5, merged_moments, (x.ndim - 1,))
     _, mean_x, mean_y, xx, xy = (value[..., None] for value in reduced)
     return [mean_x, mean_y, xx / x.shape[-1], xy / x.shape[-1]]
+
+
+def merged_moments(a: Any, b: Any) -> Any:
+    """Return the moments of two parts together, by the difference of their means (Chan et al. 1983).
+
+    A large mean costs no digits.
+
+    Args:
+      a: Of a part, its number of pairs x, y, the means of x and y, and the sums of (x − mean)² and of the products.
+      b: Of the other part, likewise.
+    """
+    (n, mean_x, mean_y, xx, xy), (n_b, mean_x_b, mean_y_b, xx_b, xy_b) = a, b
+    total = n + n_b
+    share = n_b / jnp.maximum(total, 1)
+    dx, dy, weight = mean_x_b - mean_x, mean_y_b - mean_y, n * share
+    means = mean_x + dx * share, mean_y + dy * share
+    return total, *means, xx + xx_b + dx * dx * weight, xy + xy_b + dx * dy * weight

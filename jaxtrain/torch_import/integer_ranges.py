@@ -141,10 +141,11 @@ class _Ranges:
     def _of_integers(self, node: Node) -> Range:
         """Return the range of an operation whose result is an integer."""
         packet, args, kwargs = packet_of(node), node.args, node.kwargs
-        if packet in _OF_INDICES:
+        if packet in _OF_INDICES or node.op == "aten.repeat_interleave.Tensor":
             return INT32
         if is_view(node) or (packet == "_to_copy" or packet in _SELECTING):
-            numbers = [x for x in (*args[1:], *kwargs.values()) if type(x) in (int, bool) and packet in _WITH_NUMBERS]
+            given = (*args[1:], *kwargs.values()) if packet in _WITH_NUMBERS else ()
+            numbers = [x for x in given if isinstance(x, int | float)]
             operands = [self._operand(x) for x in args if isinstance(x, Ref)]
             if None in operands and packet in ("to", "_to_copy", "where", "type_as", "copy", "fill"):
                 return INT64_RANGE  # Converted from floats.
@@ -184,7 +185,7 @@ def _union(a: Range | None, b: Range | None) -> Range | None:
     return None if a is None or b is None else (min(a[0], b[0]), max(a[1], b[1]))
 
 
-_WITH_NUMBERS = names("masked_fill fill scatter index_fill where")
+_WITH_NUMBERS = names("masked_fill fill scatter index_fill where pad constant_pad_nd")
 _BOUNDED = names("clamp clip clamp_min clamp_max maximum minimum")
 
 

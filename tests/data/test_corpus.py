@@ -232,6 +232,10 @@ def test_recipes_read_corpora_mixed_by_weights(tmp_path, tokenizer_file):
         assert isinstance(train, Mixture)
         assert train.counts == validation.counts == counts
         assert 0 < entropy < np.log(256)
+        for mixture, split in ((train, "train"), (validation, "validation")):
+            for folder, rows in zip(folders, mixture.sources, strict=False):
+                pairs = zip(rows, CorpusRows(TokenCorpus(folder, split), 8), strict=True)
+                assert all((row["tokens"] == expected["tokens"]).all() for row, expected in pairs)
     assert named_corpora(tmp_path) == {} == named_corpora(None)
     for data, message in (
         (f"{folders[0]}=0.7,b", "gives 'b' no weight: write it as web=0.7,code=0.3"),

@@ -69,6 +69,18 @@ def test_targets_of_the_windows_tile_the_text(content: bytes, data: st.DataObjec
     assert all(w.dtype == np.int32 and w.shape == (seq_len + 1,) for w in windows)
 
 
+@pytest.mark.parametrize("code", np.typecodes["AllInteger"])
+def test_tokens_of_every_dtype_are_right_or_refused(code: str) -> None:
+    largest = np.iinfo(code).max
+    text = TokenWindows(np.array([1, 2, largest], code), 1)
+    assert text[0]["tokens"].tolist() == [1, 2]
+    if largest < 2**31:
+        assert text[1]["tokens"].tolist() == [2, largest]
+    else:
+        with pytest.raises(UserError, match=f"the token {largest}, beyond int32"):
+            text[1]
+
+
 def test_token_windows_check_their_bounds() -> None:
     text = TokenWindows(as_bytes(b"abcdefg"), 2)
     assert len(text) == 3

@@ -26,7 +26,7 @@ def test_joined_chunks_equal_the_text(prompt, text):
 
 
 @settings(deadline=None)
-@given(st.binary())
+@given(st.binary() | st.lists(st.sampled_from(b"\xff\xff\xe2a"), min_size=20).map(bytes))
 def test_invalid_bytes_decode_as_at_once_except_at_an_incomplete_end(content):
     text = "".join(decode_stream(ByteTokenizer(), list(b"> "), content))
     assert text.rstrip("\ufffd") == ("> " + content.decode("utf-8", "replace")).rstrip("\ufffd")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from jaxtrain.data import ByteTokenizer, tokenizer
 from jaxtrain.data.finetuning import ModelTokenizer
@@ -14,6 +14,7 @@ from jaxtrain.export.byte_tokenizer import write_byte_tokenizer
 from jaxtrain.export.huggingface import write_huggingface
 from jaxtrain.models import GPT2, MLP, GPT2Config, functional
 from jaxtrain.models.bert import Bert, BertConfig
+from jaxtrain.models.sequence_classifier import SequenceClassifierConfig, to_hf
 
 TEXT = "to be or not to be"
 
@@ -70,6 +71,16 @@ def test_classes_keep_their_names(tmp_path):
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     assert loaded.config.id2label == {0: "no", 1: "yes & no"}
     assert loaded.config.label2id == {"no": 0, "yes & no": 1}
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem"), [(("no", "yes & no"), "single_label_classification"), (("reward",), "regression")]
+)
+def test_heads_keep_their_labels(labels, problem):
+    values = to_hf(SequenceClassifierConfig(GPT2Config(n_layer=1), labels, pad_token_id=5))
+    config = AutoConfig.for_model(**values)
+    assert config.label2id == {name: i for i, name in enumerate(labels)}
+    assert (config.num_labels, config.problem_type, config.pad_token_id) == (len(labels), problem, 5)
 
 
 def test_a_model_without_a_counterpart_in_transformers_raises_an_error(tmp_path):

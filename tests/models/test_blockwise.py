@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxtrain.models.attention import attention
 from jaxtrain.models.attention.blocks import Sizes, visible_pairs, visible_pairs_by_row
@@ -38,18 +39,21 @@ def test_blocks_without_a_visible_pair_are_not_computed():
     assert [*map(int, counts(np.where(np.arange(1024) < 1000, segments + 1, 0)))] == [alone, alone]
 
 
-def test_masks_and_biases_of_two_heads_and_of_two_rows():
+@pytest.mark.parametrize("by_row", [False, True])
+def test_masks_biases_and_segments_of_two_heads_and_of_two_rows(by_row):
     rng = np.random.default_rng(0)
-    q, k, v, cotangent = (jnp.asarray(rng.standard_normal((2, 9, 2, 4)), np.float32) for _ in range(4))
-    bias, mask = jnp.asarray(rng.standard_normal((2, 1, 9, 1)), np.float32), rng.random((1, 2, 1, 9)) > 0.3
-    options, given = Options(0.5), Operands(mask=mask, bias=bias)
+    q, k, v, cotangent = (jnp.asarray(rng.standard_normal((2, 17, 2, 4)), np.float32) for _ in range(4))
+    bias, mask = jnp.asarray(rng.standard_normal((2, 1, 17, 1)), np.float32), rng.random((1, 2, 1, 17)) > 0.3
+    segments = jnp.array([[1] * 17, [1] * 16 + [2]])  # 9 pairs of blocks, and 5
+    options, given = Options(0.5), Operands(q_segments=segments, k_segments=segments, mask=mask, bias=bias)
+    program = {"blocks": (8, 8), "by_row": by_row}
 
     @jax.jit
     def both(q, k, v, bias):
         explicit = lambda q, k, v, bias: formula(options, q, k, v, given._replace(bias=bias))  # noqa: E731
         expected, vjp = jax.vjp(explicit, q, k, v, bias)
-        out, lse, _ = forward(options, q, k, v, given, blocks=(8, 8))
-        return (out, *backward(options, q, k, v, given, out, lse, cotangent, blocks=(8, 8))[:4]), (
+        out, lse, _ = forward(options, q, k, v, given, **program)
+        return (out, *backward(options, q, k, v, given, out, lse, cotangent, **program)[:4]), (
             expected,
             *vjp(cotangent),
         )

@@ -8,7 +8,7 @@ import torch
 from flax import nnx
 
 from jaxtrain.models import functional
-from jaxtrain.models.layer_norm import LayerNorm, layer_norm_gradient
+from jaxtrain.models.layer_norm import LayerNorm, layer_norm_gradient, merged_moments
 from jaxtrain.models.linear import Linear, product
 
 
@@ -41,6 +41,19 @@ def test_layer_norm_and_its_gradients_equal_pytorch(shift, scale):
         (grads["bias"], theirs.bias.grad),
     ):
         np.testing.assert_allclose(ours, expected.numpy(), rtol=1e-8, atol=1e-10 * np.abs(expected.numpy()).max())
+
+
+def test_the_moments_of_any_two_parts_are_merged():
+    def moments(pairs):
+        means = pairs.mean(1) if pairs.size else np.zeros(2)
+        x, y = pairs - means[:, None]
+        return np.array([pairs.shape[1], *means, (x * x).sum(), (x * y).sum()])
+
+    pairs = np.random.default_rng(0).normal([[3.0], [-5.0]], size=(2, 7))
+    with jax.enable_x64(True):
+        for end in range(8):
+            merged = merged_moments(moments(pairs[:, :end]), moments(pairs[:, end:]))
+            np.testing.assert_allclose(merged, moments(pairs), rtol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 5, 4), (2, 1, 3, 4)])

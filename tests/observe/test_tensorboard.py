@@ -100,8 +100,11 @@ def test_the_worst_examples_of_a_language_model_are_texts(tmp_path):
     source = RECIPES["digits-mlp"].task().validation
     tokens = np.tile(np.frombuffer(b"def f", np.uint8).astype(np.int32), (len(source), 1))
     ones = np.ones(tokens.shape, np.float32)
-    found = Predictions(ones * np.arange(len(source))[:, None], ones, tokens, tokens, ones / 2)
-    log_error_analysis(tmp_path / "tb", evaluated(found, texts=ByteTokenizer(), class_names=()), worst=1)
+    weight = ones * [1, 0, 1, 1, 1]
+    found = Predictions(ones * np.arange(len(source))[:, None], weight, tokens, tokens, ones / 2)
+    analysis = evaluated(found, texts=ByteTokenizer(), class_names=())
+    assert [(x.text, x.loss) for x in analysis.tokens(3)] == [("d", 3), ("e", None), ("f", 3), (" ", 3), ("f", 3)]
+    log_error_analysis(tmp_path / "tb", analysis, worst=1)
     events = read(tmp_path / "tb")
     (text,) = events.Tensors("validation/worst/text_summary")
     last = len(source) - 1

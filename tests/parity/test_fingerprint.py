@@ -53,6 +53,15 @@ def test_complex_numbers_match_as_pairs_and_not_as_their_conjugates() -> None:
     assert of_batch.add(z, x, "copy") == x
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3, 4)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_fingerprint_is_that_of_every_layout_and_of_repetitions(shape: tuple[int, ...], masked: bool) -> None:
+    x = np.array(np.random.default_rng(0).random(shape) + 1)
+    x.flat[0] -= np.inf if masked else 0
+    for y in (x.T, x.ravel(), x[None], np.broadcast_to(x, (5, *shape)), np.repeat(x, 3)):
+        np.testing.assert_allclose(fingerprint(y), fingerprint(x), rtol=1e-14)
+
+
 def test_masked_elements_and_nan_count_as_zeros() -> None:
     assert fingerprint(np.array([1.0, -2.0, np.nan, -np.inf])) == Fingerprint(5 / 4, 3 / 4, 1.0, -1 / 4)
     assert fingerprint(np.array([1.0, -2.0, -1e38])) == Fingerprint(5 / 3, 1.0, 1.0, -1 / 3)

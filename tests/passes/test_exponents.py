@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.passes.numerics.exponents import BASE, bounds, count_from, rounding_limits
+from jaxtrain.step.lost_values import Magnitudes
 
 
 def counted(x, dtype):
@@ -60,3 +61,13 @@ def test_counts_of_more_than_2_31_elements_do_not_overflow(monkeypatch):
     monkeypatch.undo()
     assert found == counted(x + 0, np.float16)
     assert found[0] == x.size
+
+
+@pytest.mark.parametrize("scale", [2.0**-33, 2.0**-18, 1e-3, 1.0, 300.0, 1e6])
+def test_exponents_are_those_of_the_largest_magnitude_and_of_the_least_beyond_a_hundredth(scale):
+    x = scale * np.random.default_rng(0).standard_normal(1000)
+    magnitudes = np.sort(np.abs(x))
+    low, high = Magnitudes.of("float16", count_from(jnp.asarray(x, np.float32), np.float16)).exponents
+    # They are ends of intervals of up to two octaves; the last is open.
+    assert low <= np.log2(magnitudes[10]) < low + 3
+    assert 0 <= high - np.log2(magnitudes[-1]) < (3 if magnitudes[-1] < 2**16 else 128)

@@ -1,5 +1,7 @@
 """Frozen parameters in low precision are stored as they are, and computed with as if they were float32."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jaxtrain import optim
 from jaxtrain.distributed import make_mesh, shard
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import LoraConfig, lora, nf4
+from jaxtrain.passes.numerics.stored import convert_where_used
 from jaxtrain.planning.state_parts import state_parts
 from jaxtrain.program.equations import visit
 
@@ -100,6 +103,18 @@ def test_frozen_storage_changes_no_number_on_a_mesh():
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-3), low.params["lora"], expected.params["lora"]
     )
+
+
+def test_every_use_of_a_frozen_parameter_has_the_numbers_of_its_float32_copy():
+    def uses(w, rows):
+        moved = w.T, w[1:3], w[::-1].reshape(2, 12), w[rows], lax.dynamic_slice(w, (rows[0], 0), (2, 3)), w[None]
+        scanned = lax.scan(lambda x, row: (jnp.tanh(x + row), x), jnp.zeros(6), w)
+        computed = -w / 3, jnp.exp(w), w.sum(0), jnp.cumsum(w, 1), w * 0.1, jnp.sort(w), w @ w.T
+        return *moved, *computed, scanned, *(jnp.exp(x) for x in moved)
+
+    w, rows = jax.random.normal(jax.random.key(0), (4, 6), jnp.bfloat16), jnp.array([2, 0, 2])
+    found, expected = convert_where_used(uses, np.float32)(w, rows), uses(w.astype(np.float32), rows)
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), found, expected)
 
 
 def test_no_converted_copy_of_all_layers_is_computed():

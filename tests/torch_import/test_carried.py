@@ -143,6 +143,24 @@ def turning(m: Any, y: Tensor) -> Tensor:
     return y * m.turn + m.turn // 2 - abs(m.turn - 1) + round(m.turn / 2)
 
 
+def arithmetic(m: Any, y: Tensor) -> Tensor:
+    n = m.number
+    m.number = n - 3
+    return y * (-n // 2 + n % -4 + 7 // (n * n + 1)) + n**3 - (n - 0.5) / 2 + (5 - n)
+
+
+def powers(m: Any, y: Tensor) -> Tensor:
+    m.power += 1
+    return y * m.power**2 - 2.0**m.power + (m.power + 1) ** -1 + 2**m.power
+
+
+def rows_at_a_place(m: Any, y: Tensor) -> Tensor:
+    start, end = m.place + 1, m.place + 4 - 1
+    rows = m.queue[start:end] + m.queue[m.place]
+    m.place = (m.place + 2) % 6
+    return y * rows.sum(0)
+
+
 def of_a_part(m: Any, y: Tensor) -> Tensor:
     m.part.seen = m.part.seen + y.detach().abs().amax(0)
     return y / m.part.seen
@@ -188,6 +206,9 @@ KINDS: dict[str, Kind] = {
     "number_then_tensor": Kind(lambda: {"ema": 0.0}, number_then_tensor),
     "item": Kind(lambda: {"loss": 0.0}, item),
     "turning": Kind(lambda: {"turn": 0}, turning),
+    "arithmetic": Kind(lambda: {"number": 4}, arithmetic),
+    "powers": Kind(lambda: {"power": 0}, powers),
+    "rows_at_a_place": Kind(lambda: {"place": 0, "queue": torch.arange(24.0).view(8, 3)}, rows_at_a_place),
     "part": Kind(lambda: {"part": part()}, of_a_part),
     "integers": Kind(lambda: {"best": torch.zeros(3, dtype=torch.long)}, integers),
     "statistics": Kind(lambda: {"center": torch.zeros(3)}, statistics),
@@ -232,7 +253,7 @@ def chosen(seed: int, count: int = 3) -> list[str]:
     return names[place : place + count]
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(i, marks=pytest.mark.nightly) for i in range(8, 80))])
+@pytest.mark.parametrize("seed", [*range(9), *(pytest.param(i, marks=pytest.mark.nightly) for i in range(9, 80))])
 def test_attributes_are_state_over_steps_as_in_pytorch(seed: int) -> None:
     module = made(*chosen(seed))
     equal(imported(module), module)

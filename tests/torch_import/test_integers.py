@@ -1,7 +1,9 @@
 """Integers of imported modules are PyTorch's int64, or refused in one line."""
 
+import contextlib
 import random
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import jax
@@ -10,10 +12,14 @@ import optax
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import jaxtrain as jt
 from jaxtrain import UserError
 from jaxtrain.torch_import import from_torch, load_imported
+from jaxtrain.torch_import.graph import Dtype, Graph, Input, Node, Ref, Spec
+from jaxtrain.torch_import.integer_ranges import ranges_of
 from jaxtrain.torch_import.source.emit import loaded
 from tests.torch_import.reference import Function
 
@@ -123,6 +129,123 @@ def test_integers_are_those_of_int64(seed: int) -> None:
                 np.testing.assert_allclose(ours, theirs, rtol=1e-6, err_msg=str(module.programs[i]))
             else:
                 np.testing.assert_array_equal(ours, theirs, err_msg=str(module.programs[i]))
+
+
+OTHERS: tuple[Callable[[Tensor, Tensor, int], Any], ...] = (
+    lambda x, y, n: x // torch.where(y == 0, 1, y),
+    lambda x, y, n: torch.div(x, torch.where(y == 0, 1, y), rounding_mode="trunc"),
+    lambda x, y, n: x % torch.where(y == 0, 1, y),
+    lambda x, y, n: torch.fmod(x, torch.where(y == 0, 1, y)),
+    lambda x, y, n: n % x,
+    lambda x, y, n: x | y,
+    lambda x, y, n: ~(x | n),
+    lambda x, y, n: x << y,
+    lambda x, y, n: x >> y,
+    lambda x, y, n: (torch.bitwise_left_shift(x, n), torch.bitwise_right_shift(x, y)),
+    lambda x, y, n: x**n,
+    lambda x, y, n: n**y,
+    lambda x, y, n: x**y,
+    lambda x, y, n: x.square(),
+    lambda x, y, n: torch.sub(x, y, alpha=n),
+    lambda x, y, n: torch.rsub(x, y, alpha=n),
+    lambda x, y, n: torch.rsub(x, n),
+    lambda x, y, n: x.sum(),
+    lambda x, y, n: x.sum((0, 1)),
+    lambda x, y, n: (x > n).sum(1),
+    lambda x, y, n: x.cumsum(0),
+    lambda x, y, n: x.sign(),
+    lambda x, y, n: x.clamp(n),
+    lambda x, y, n: x.clamp(n, n + 3),
+    lambda x, y, n: x.clamp(y, y + n),
+    lambda x, y, n: x.clamp_min(y),
+    lambda x, y, n: x.clamp_max(y),
+    lambda x, y, n: x.clamp_max(n),
+    lambda x, y, n: torch.arange(n),
+    lambda x, y, n: torch.arange(n, 5),
+    lambda x, y, n: torch.arange(5, n, -2),
+    lambda x, y, n: torch.full_like(x, n) + torch.ones_like(x) + x.new_full((8,), n) + x.new_zeros(8),
+    lambda x, y, n: torch.eye(3, dtype=torch.int64) + torch.scalar_tensor(n, dtype=torch.int64),
+    lambda x, y, n: torch.randint(n, (5,)),
+    lambda x, y, n: torch.randint(n, 5, (5,)),
+    lambda x, y, n: F.pad(x, (1, 1), value=n),
+    lambda x, y, n: F.pad(x, (1, 1), mode="replicate"),
+    lambda x, y, n: torch.diag_embed(x),
+    lambda x, y, n: x.tril(),
+    lambda x, y, n: x.repeat_interleave(y[0], dim=1),
+    lambda x, y, n: x.masked_fill(x > y, y[0, 0]),
+    lambda x, y, n: torch.where(x > n, n, 7),
+    lambda x, y, n: torch.where(x > n, n, y),
+    lambda x, y, n: x.fill_(n),
+    lambda x, y, n: x.copy_(y),
+    lambda x, y, n: x.copy_(y / 3.0),
+    lambda x, y, n: torch.cat([x, y]),
+    lambda x, y, n: torch.stack([x, y]),
+    lambda x, y, n: x.scatter(1, y.abs() % 8, n),
+    lambda x, y, n: x.scatter(1, y.abs() % 8, y),
+    lambda x, y, n: x.index_fill(0, y[0].abs() % 4, n),
+    lambda x, y, n: x.index_copy(0, torch.arange(4), y),
+    lambda x, y, n: x.masked_scatter(x > n, y),
+    lambda x, y, n: x.slice_scatter(y[:2], 0, 0, 2),
+    lambda x, y, n: x.select_scatter(y[0], 0, 0),
+    lambda x, y, n: x.diagonal_scatter(y[0, :4]),
+    lambda x, y, n: (x[y.abs() % 4], x.take(y.abs() % 32), F.embedding(y.abs() % 4, x)),
+    lambda x, y, n: (x.topk(2), x.median(1), x.mode(1), x.kthvalue(2), x.cummax(1), x.cummin(1), x.amin(0)),
+    lambda x, y, n: (x.unbind(), x.split(3, 1), x.argsort(1), x.argmax(1)),
+    lambda x, y, n: (x.to(torch.int8), (x * 100).to(torch.int8), (x * 100).to(torch.uint8), x.type_as(y.int())),
+    lambda x, y, n: x.to(torch.int8) * y.to(torch.int8) * 20,
+)
+
+
+class Calls(TorchDispatchMode):
+    """Records operations as nodes of a graph, with the values of their operands and their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Node, dict[str, np.ndarray], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operands: dict[str, np.ndarray] = {}
+
+        def written(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                operands[f"x{len(operands)}"] = x.numpy().copy()
+                return Ref(f"x{len(operands) - 1}")
+            if isinstance(x, torch.dtype):
+                return Dtype(str(x).removeprefix("torch."))
+            return tuple(map(written, x)) if isinstance(x, list | tuple) else x
+
+        args_, kwargs_ = written(args), {key: written(x) for key, x in (kwargs or {}).items()}
+        result = func(*args, **(kwargs or {}))
+        spec = tuple(map(spec_of, result)) if isinstance(result, list | tuple) else spec_of(result)
+        self.found.append((Node("y", str(func).replace("_.", "."), args_, kwargs_, spec), operands, result))
+        return result
+
+
+def spec_of(x: Any) -> Spec | None:
+    return Spec((*x.shape,), str(x.dtype).removeprefix("torch.")) if isinstance(x, Tensor | np.ndarray) else None
+
+
+def test_the_results_of_an_operation_are_within_its_range() -> None:
+    rng = np.random.default_rng(0)
+    every = [lambda x, y, n, fn=fn: fn(x, n) for fn in UNARY] + [lambda x, y, n, fn=fn: fn(x, y) for fn in BINARY]
+    # A range may be wider than the values by some.
+    sizes = ((6, 6, 0), (6, 6, 0), (6, 6, 1), (100, 6, 1), (100, 100, 0), (2**40, 6, 0))
+    for fn, (*largest, wider) in product((*every, *OTHERS), sizes):
+        ends = (np.sort(rng.integers(-size, size + 1, 2)) for size in largest)
+        x, y = (torch.tensor(rng.integers(low, high, (4, 8), endpoint=True)) for low, high in ends)
+        # PyTorch refuses a division by zero, a negative power, or an empty range.
+        with contextlib.suppress(RuntimeError), Calls() as calls:
+            fn(x, y, int(y[0, 0]))
+        for node, operands, result in calls.found:
+            constants = {name: np.append(v, [v.min() - wider, v.max() + wider]) for name, v in operands.items()}
+            inputs = (Input(name, "constant", name, spec_of(v)) for name, v in operands.items())
+            ranges = ranges_of(Graph((*inputs,), (node,), (), {}), constants)["y"]
+            several = isinstance(result, list | tuple)
+            for values, found in zip(result if several else [result], ranges if several else [ranges], strict=True):
+                values = np.asarray(values)
+                assert (found is None) == (values.dtype.kind == "f"), node
+                if found is not None and values.size:
+                    assert found[0] <= values.min() <= values.max() <= found[1], (node, constants, values, found)
 
 
 class Few(nn.Module):

@@ -169,3 +169,29 @@ def test_losses() -> None:
     for name, *options in (("mse_loss",), ("smooth_l1_loss", 0.7), ("huber_loss", 0.7)):
         calls.add(f"{name}.default", x, y, SUM, *options)
     calls.check()
+
+
+def test_resized_images() -> None:
+    calls, sizes = Calls(), ((1, 4), (5, 2), (3, 9))
+    modes = ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
+    for mode, size, corners in itertools.product(modes, sizes, (False, True)):
+        calls.add(f"{mode}.vec", normal(1, 1, 3, 7), size, corners, None)
+    for mode, scales in itertools.product(modes, ([0.7, 2.3], [1.5, 0.4])):
+        calls.add(f"{mode}.vec", normal(1, 1, 3, 7), None, False, scales)
+    calls.add("_upsample_bilinear2d_aa.default", normal(1, 1, 3, 7), (2, 9), False, 0.7, 1.4)
+    calls.check()
+
+
+def test_windows_of_maxima() -> None:
+    calls, x = Calls(), normal(1, 2, 7, 6)
+    for kernel, dilation, ceil in ((2, 1, True), (3, 2, False), (3, 2, True)):
+        calls.add("max_pool2d_with_indices.default", x, [kernel, 2], [1, 3], 1, dilation, ceil)
+    calls.add("adaptive_max_pool2d.default", x, (5, 4))
+    calls.check()
+
+
+def test_embeddings() -> None:
+    calls = Calls()
+    for padding, scaled in itertools.product((-1, 0, 2), (False, True)):
+        calls.add("embedding.default", normal(4, 3), np.array([[0, 2, 2], [1, 0, 0]]), padding, scaled)
+    calls.check()

@@ -16,6 +16,7 @@ from torch.nn.utils import prune
 
 from jaxtrain import UserError
 from jaxtrain.torch_import import from_torch
+from jaxtrain.torch_import.capture.copying import Memory
 from parity import check
 from tests.torch_import.reference import Function, batch_of, compared
 
@@ -402,6 +403,17 @@ def test_a_part_under_two_names() -> None:
     differences, model = compared(module, batch_of(4, 3))
     assert max(differences) < 1e-13
     assert sorted(model.state or ()) == [f"first.{name}" for name in sorted(dict(norm.named_buffers()))]
+
+
+def test_tensors_with_common_elements_are_found() -> None:
+    rng, places = np.random.default_rng(0), torch.arange(40)
+    for _ in range(1000):
+        views = [
+            places.as_strided(shape, steps, start)
+            for shape, steps, start in zip(*rng.integers(0, 4, (2, 2, 2)).tolist(), rng.integers(0, 9, 2), strict=True)
+        ]
+        first, second = ({*view.flatten().tolist()} for view in views)
+        assert [*Memory(dict(zip("xy", views, strict=True))).shared()] == [("x", "y")] * bool(first & second)
 
 
 def test_writes_through_aliases() -> None:

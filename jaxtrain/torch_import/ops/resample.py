@@ -20,12 +20,17 @@ def _sizes(x: jax.Array, size: Sequence[int] | None, scales: Scales) -> list[int
     return [int(n * scale) for n, scale in zip(x.shape[2:], scales, strict=True)]
 
 
+def _ratio(size: int, out: int, align_corners: bool, scale: float | None) -> float:
+    """Return the distance of two output elements in the input."""
+    if align_corners:
+        return (size - 1) / (out - 1) if out > 1 else 0.0
+    return size / out if scale is None else 1 / scale
+
+
 def _places(size: int, out: int, align_corners: bool, scale: float | None) -> np.ndarray:
     """Return where each output element lies in the input."""
-    if align_corners:
-        return np.arange(out) * ((size - 1) / max(out - 1, 1))
-    ratio = size / out if scale is None else 1 / scale
-    return (np.arange(out) + 0.5) * ratio - 0.5
+    ratio = _ratio(size, out, align_corners, scale)
+    return np.arange(out) * ratio if align_corners else (np.arange(out) + 0.5) * ratio - 0.5
 
 
 def _linear(size: int, out: int, align_corners: bool, scale: float | None) -> np.ndarray:
@@ -76,7 +81,7 @@ def _smoothed(
     """
 
     def matrix(size: int, out: int, align_corners: bool, scale: float | None) -> np.ndarray:
-        ratio = (size - 1) / max(out - 1, 1) if align_corners else size / out if scale is None else 1 / scale
+        ratio = _ratio(size, out, align_corners, scale)
         stretch = max(ratio, 1.0)
         support = width / 2 * stretch
         weights = np.zeros((size, out))
