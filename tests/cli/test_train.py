@@ -18,7 +18,7 @@ from jaxtrain.cli.train import Train
 from jaxtrain.flags import parse_known
 from jaxtrain.recipes import RECIPES
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import interval, loop, read_recipe
+from jaxtrain.runner import Checkpoints, interval, loop, read_recipe
 from jaxtrain.runner.checkpoint import restore_params, saved_steps
 from jaxtrain.runner.lock import RunLock
 from jaxtrain.runner.optimizer import schedule
@@ -191,7 +191,7 @@ def test_resume_auto_continues_after_every_kind_of_interruption(monkeypatch, cap
     command = f"{TINY} --log-every 3 --resume auto --out looped"
     assert run(f"{TINY} --log-every 3 --out whole") == 0
     with monkeypatch.context() as patched:
-        patched.setattr(loop.Checkpoints, "save", lambda *args: (_ for _ in ()).throw(Killed))
+        patched.setattr(Checkpoints, "save", lambda *args: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             run(command)
     assert [m["step"] for m in lines("looped")] == [0]
