@@ -7,15 +7,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtrain.data.collate import Collator
-from jaxtrain.data.epoch import check_batch_size
-from jaxtrain.data.epoch import epoch_batches as epoch_batches
-from jaxtrain.data.kinds import Kind, kind_of
 from jaxtrain.data.mixture import Mixture
-from jaxtrain.data.mixture_reader import MixtureReader
-from jaxtrain.data.read_ahead import ReadAhead as ReadAhead
-from jaxtrain.data.source import Batch, Collate, Rows
-from jaxtrain.data.stream import StreamReader
-from jaxtrain.data.torch_loader import DataLoaderReader, last_rows
+from jaxtrain.data.reading.data_kinds import Kind, kind_of
+from jaxtrain.data.reading.epoch import check_batch_size
+from jaxtrain.data.reading.epoch import epoch_batches as epoch_batches
+from jaxtrain.data.reading.mixture_reader import MixtureReader
+from jaxtrain.data.reading.read_ahead import ReadAhead as ReadAhead
+from jaxtrain.data.reading.stream import StreamReader
+from jaxtrain.data.reading.torch_loader import DataLoaderReader, last_rows
+from jaxtrain.data.sources import Batch, Collate, Rows
 from jaxtrain.errors import UserError
 
 

@@ -12,12 +12,12 @@ import numpy as np
 from absl import flags
 
 from jaxtrain.data.collate import Collator
-from jaxtrain.data.epoch import check_batch_size
-from jaxtrain.data.epoch import epoch_batches as epoch_batches
-from jaxtrain.data.packing import PackedRows
-from jaxtrain.data.position import check_position
-from jaxtrain.data.source import Batch as Batch
-from jaxtrain.data.source import Collate, Rows, Source
+from jaxtrain.data.reading.data_position import check_position
+from jaxtrain.data.reading.epoch import check_batch_size
+from jaxtrain.data.reading.epoch import epoch_batches as epoch_batches
+from jaxtrain.data.rows.packing import PackedRows
+from jaxtrain.data.sources import Batch as Batch
+from jaxtrain.data.sources import Collate, Rows, Source
 from jaxtrain.errors import UserError
 
 _ENDLESS = 2**62

@@ -24,9 +24,9 @@ from jaxtrain.profile import LoopTrace, current_source_lines
 from jaxtrain.run import Recipe, Task
 from jaxtrain.run_folder import RunFolder, environment_changes, recorded_config
 from jaxtrain.runner import preflight
-from jaxtrain.runner.batches import DispatchedStep
 from jaxtrain.runner.checkpoint import Checkpoints, Retention, saved_steps
 from jaxtrain.runner.events import Events
+from jaxtrain.runner.fetched_batches import DispatchedStep
 from jaxtrain.runner.guards import RunInvalid, Spike, write_batch
 from jaxtrain.runner.lock import RunLock, check_free
 from jaxtrain.runner.out_of_memory import explain_out_of_memory

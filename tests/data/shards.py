@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.data.corpus import Manifest, ShardEntry
-from jaxtrain.data.corpus.manifest import write_manifest
-from jaxtrain.data.corpus.shard import Shard, write_shard
+from jaxtrain.data.corpus.corpus_manifest import write_manifest
+from jaxtrain.data.shards.shard import Shard, write_shard
 
 
 def write_corpus(folder: Path, shards: int, seed: int = 0, vocabulary: int = 1000) -> Path:

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from jaxtrain.cli import main
 from jaxtrain.data import ByteTokenizer, FileTokenizer, Mixture, TokenWindows, corpus, language_rows, split_documents
 from jaxtrain.data.corpus import CorpusRows, TokenCorpus, named_corpora, tokenize_corpus
-from jaxtrain.data.corpus.documents import TextDocuments
+from jaxtrain.data.corpus.corpus_documents import TextDocuments
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import named_recipe
 from tests.data.shards import write_corpus

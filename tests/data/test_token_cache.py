@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.data import ByteTokenizer, pack, split_documents, split_text, text_files, token_cache, tokenized_rows
-from jaxtrain.data.token_cache import tokenized
-from jaxtrain.data.tokens import FileTokenizer
+from jaxtrain.data import ByteTokenizer, pack, split_documents, split_text, text_files, tokenized_rows
+from jaxtrain.data.shards import token_cache
+from jaxtrain.data.shards.token_cache import tokenized
+from jaxtrain.data.text.tokenizer import FileTokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.user_cache import prune, user_cache
 

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.corpus.documents import CorpusPart, corpus_identity, corpus_parts
-from jaxtrain.data.corpus.manifest import (
+from jaxtrain.data.corpus.corpus_documents import CorpusPart, corpus_identity, corpus_parts
+from jaxtrain.data.corpus.corpus_manifest import (
     BYTES,
     MANIFEST,
     Manifest,
@@ -33,9 +33,9 @@ from jaxtrain.data.corpus.manifest import (
     write_json,
     write_manifest,
 )
-from jaxtrain.data.corpus.shard import SUFFIX, Shard, write_shard
 from jaxtrain.data.holdout import check_fraction
-from jaxtrain.data.tokens import ByteTokenizer, FileTokenizer, Tokenizer
+from jaxtrain.data.shards.shard import SUFFIX, Shard, write_shard
+from jaxtrain.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jaxtrain.errors import UserError
 
 SHARD_TOKENS = 2**26

@@ -18,7 +18,7 @@ from jaxtrain.data.finetuning.example_files import ExampleFiles
 from jaxtrain.data.finetuning.examples import Completion, Conversation, Messages, PlainText, parse_example
 from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
 from jaxtrain.data.finetuning.template_fields import unread_of
-from jaxtrain.data.token_cache import TokenizedDocuments, tokenized
+from jaxtrain.data.shards.token_cache import TokenizedDocuments, tokenized
 from jaxtrain.errors import UserError
 from jaxtrain.records import report_unread
 

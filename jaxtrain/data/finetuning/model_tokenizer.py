@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxtrain.data.files.model_folder import inside, read_text
 from jaxtrain.data.finetuning.chat_template import ChatTemplate
 from jaxtrain.data.finetuning.examples import Message
 from jaxtrain.data.finetuning.tokenizer_settings import CONFIG, NAMED, apply_settings, content_of, read_settings
-from jaxtrain.data.model_folder import inside, read_text
-from jaxtrain.data.tokens import FileTokenizer, Role, Tokens
+from jaxtrain.data.text.tokenizer import FileTokenizer, Role, Tokens
 from jaxtrain.errors import UserError
 from jaxtrain.records import Record
 
