@@ -15,7 +15,7 @@ from jaxtrain.data import Batch
 from jaxtrain.data.batches import TrainingBatches
 from jaxtrain.distributed import processes
 from jaxtrain.profile import INPUT
-from jaxtrain.runner.transfer import Place, TransferAhead, TransferredBatch
+from jaxtrain.runner.transfer import Place, TransferredBatch, transfer_ahead
 
 
 class FetchedBatch(NamedTuple):
@@ -60,7 +60,7 @@ class Batches:
     ) -> None:
         self._source, self._limit, self._message = source, stall_seconds, message
         self._rows = loader.rows
-        self._loader = loader if place is None else TransferAhead(loader, place)
+        self._loader = loader if place is None else transfer_ahead(loader, place)
         self._next_batch = loader.state()["next_batch"]
         self._waiting_since: float | None = None
         self._ended = threading.Event()

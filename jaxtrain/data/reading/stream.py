@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -65,6 +66,8 @@ class StreamReader:
       message: Prints one line.
     """
 
+    threads = 1
+
     def __init__(
         self,
         stream: Stream,
@@ -84,16 +87,16 @@ class StreamReader:
         self._consumed = 0  # of a stream that is an iterator
         self._iterator: Iterator[Any] | None = None
 
-    def read(self) -> Batch:
-        """Read the next batch.
+    def advance(self) -> Callable[[], Batch]:
+        """Read the examples of the next batch.
 
         Raises:
-          UserError: The stream cannot start again, has too few examples, or they do not form a batch.
+          UserError: The stream cannot start again or has too few examples; from the result if they form no batch.
         """
         examples = self._next_examples()
         first = self._examples - len(examples)
         rows = range(len(examples)) if self._rows is None else self._rows
-        return self._collator([examples[row] for row in rows], [first + row for row in rows])
+        return partial(self._collator, [examples[row] for row in rows], [first + row for row in rows])
 
     def position(self) -> dict[str, Any]:
         """Return the position after the last batch read, as JSON.

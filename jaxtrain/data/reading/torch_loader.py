@@ -53,6 +53,8 @@ class DataLoaderReader:
         given.
     """
 
+    threads = 0
+
     def __init__(
         self,
         loader: Any,
@@ -73,7 +75,7 @@ class DataLoaderReader:
         self._iterator: Iterator[Any] | None = None
         self._smaller = SmallerBatches(batch_size, accumulate, rows is not None, message)
 
-    def read(self) -> Batch:
+    def advance(self) -> Callable[[], Batch]:
         """Read the next batch; the last one of an epoch may have fewer rows.
 
         Raises:
@@ -87,7 +89,7 @@ class DataLoaderReader:
             count = self._rows_of(batch, where)
             if count == self._batch_size or self._smaller.keeps(count, where):
                 self._next_batch += 1
-                return batch if self._rows is None else {name: array[self._rows] for name, array in batch.items()}
+                return lambda: batch if self._rows is None else {name: x[self._rows] for name, x in batch.items()}
             if self._batches == 1:
                 raise UserError(f"{where} has {count} rows, and none has {self._batch_size}: use a smaller batch_size")
 
@@ -120,7 +122,7 @@ class DataLoaderReader:
             self._next()
         self._next_batch = place["at"]
         while self._next_batch < position["next_batch"]:
-            self.read()
+            self.advance()
 
     def close(self) -> None:
         """Release the loader's workers."""
