@@ -20,7 +20,7 @@ from jaxtrain.data.rows.language_rows import text_windows as text_windows
 from jaxtrain.data.rows.packing import PackedRows, first_fit, pack
 from jaxtrain.data.rows.padded import distinct_labels, encode_pair, encode_row, encode_text, pad_tokens
 from jaxtrain.data.rows.windows import TokenWindows
-from jaxtrain.data.shards.token_cache import TokenizedDocuments
+from jaxtrain.data.shards.shard import TokenizedDocuments
 from jaxtrain.data.sources import Batch as Batch
 from jaxtrain.data.sources import Collate as Collate
 from jaxtrain.data.sources import Example, IndexedSource, MappedSource, Source, Subset, split_source, subsample

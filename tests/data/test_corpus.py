@@ -182,6 +182,17 @@ def test_a_damaged_corpus_is_one_clear_line(tmp_path, damage, message):
     assert "\n" not in str(error.value)
 
 
+def test_shards_whose_offsets_come_first_are_read(tmp_path):
+    """They do in folders of earlier versions."""
+    folder = write_corpus(tmp_path / "a", 6)
+    expected = all_documents(folder)
+    for file in folder.glob("*.safetensors"):
+        arrays = load_file(file)
+        save_file({name: arrays[name] for name in ("offsets", "tokens")}, file)
+        assert file.read_bytes().index(b'"offsets"') < file.read_bytes().index(b'"tokens"')
+    assert all((one == other).all() for one, other in zip(all_documents(folder), expected, strict=True))
+
+
 def write_corpus_with(folder, **fields):
     """Replace fields of the manifest of a corpus."""
     path = folder / "manifest.json"

@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxtrain.data.shards.shard import whole_file
 from jaxtrain.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.fields import type_errors
@@ -84,12 +84,8 @@ def tokenizer_digest(texts: Tokenizer) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON, whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w") as stream:
+    with whole_file(path, "w") as stream:
         json.dump(value, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

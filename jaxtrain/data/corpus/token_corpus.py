@@ -1,5 +1,6 @@
 """The tokens of a corpus as one sequence over its shards, which are mapped on use."""
 
+import mmap
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -104,7 +105,7 @@ class TokenCorpus:
         end = 0
         for file, mapped, first, last in pieces:
             begin, end = end, end + last - first
-            offsets = mapped.shard.offsets
+            offsets = mapped.documents.offsets
             low, high = np.searchsorted(offsets, (first, last))
             begins = offsets[low:high] - first
             if begins.size and not 0 <= begins.min() <= begins.max() < last - first:
@@ -134,5 +135,16 @@ class TokenCorpus:
 
 
 def _open(folder: Path, entries: Sequence[ShardEntry], number: int) -> MappedShard:
-    entry = entries[number]
-    return open_shard(folder / entry.file, entry.tokens, entry.documents)
+    """Map a shard for rows in random order: nothing around them is read from the disk.
+
+    The system's read-ahead would read 264 KiB for a row of 1,024 tokens, instead of 6.
+    """
+    file, tokens, documents = entries[number]
+    mapped = open_shard(folder / file)
+    if (found := (len(mapped.documents.tokens), len(mapped.documents))) != (tokens, documents):
+        raise UserError(
+            f"{folder / file} has {found[0]:,} tokens in {found[1]:,} documents, by the manifest {tokens:,} in"
+            f" {documents:,}: {REMEDY}"
+        )
+    mapped.content.madvise(mmap.MADV_RANDOM)
+    return mapped

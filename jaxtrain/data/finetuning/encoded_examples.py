@@ -11,7 +11,7 @@ from jaxtrain.data.finetuning.example_files import ExampleFiles
 from jaxtrain.data.finetuning.loss_masks import encode_each
 from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
 from jaxtrain.data.rows.masked_texts import EncodedExamples
-from jaxtrain.data.shards.token_cache import TokenizedDocuments, tokenized
+from jaxtrain.data.shards.token_cache import tokenized
 from jaxtrain.records import report_unread
 
 # Of the tokens and masks of an example, or how they are derived: part of the key of the cache.
@@ -35,8 +35,11 @@ def encode_examples(examples: ExampleFiles, texts: ModelTokenizer) -> EncodedExa
       UserError: An example is malformed or refused by the template; the message names its file and line.
     """
 
+    numbers, weights, unread = array("I"), array("f"), set[str]()
+
     def coded() -> Iterator[NDArray[np.integer[Any]]]:
-        numbers, weights, unread = array("I"), array("f"), set[str]()
+        del numbers[:], weights[:]
+        unread.clear()
         parsed = (examples[i] for i in range(len(examples)))
         for number, (example, encoded) in enumerate(encode_each(parsed, texts)):
             unread.update(example.unread)
@@ -44,29 +47,27 @@ def encode_examples(examples: ExampleFiles, texts: ModelTokenizer) -> EncodedExa
                 numbers.append(number)
                 weights.append(example.weight)
                 yield 2 * tokens.astype(np.int64) + mask
-        yield np.frombuffer(numbers, np.uint32)
-        yield np.frombuffer(weights, np.uint32)
-        yield as_document(unread)
+
+    def beside() -> dict[str, NDArray[Any]]:
+        of_texts = {"numbers": np.array(numbers, np.uint32), "weights": np.array(weights, np.float32)}
+        return {**of_texts, "unread": to_bytes(unread)}
 
     key = [_VERSION, examples.kind.__name__, *texts.identity(), *examples.identity()]
-    stored = tokenized(key, coded, np.uint32)
-    # The last three documents are the numbers and weights of the texts, and the fields that were not read.
-    numbers, weights, unread = (stored[len(stored) - i] for i in (3, 2, 1))
-    report_unread(examples.place, names_in(unread))
-    only_texts = TokenizedDocuments(stored.tokens, stored.offsets[:-3])
-    return EncodedExamples(only_texts, examples.kind, numbers, weights.view(np.float32))
+    stored = tokenized(key, coded, np.uint32, beside)
+    report_unread(examples.place, from_bytes(stored.beside["unread"]))
+    return EncodedExamples(stored, examples.kind, stored.beside["numbers"], stored.beside["weights"])
 
 
-def as_document(names: Iterable[str]) -> NDArray[np.uint8]:
-    """Return names as a document of the token cache."""
+def to_bytes(names: Iterable[str]) -> NDArray[np.uint8]:
+    """Return names as an array to store beside tokens."""
     return np.frombuffer("\0".join(sorted(names)).encode("utf-8", "backslashreplace"), np.uint8)
 
 
-def names_in(document: NDArray[np.integer[Any]]) -> list[str]:
-    """Return the names of `as_document`.
+def from_bytes(stored: NDArray[np.uint8]) -> list[str]:
+    """Return the names of `to_bytes`.
 
     Example:
-      >>> names_in(as_document({"source", "id"}))
+      >>> from_bytes(to_bytes({"source", "id"}))
       ['id', 'source']
     """
-    return [name for name in bytes(document.astype(np.uint8)).decode().split("\0") if name]
+    return [name for name in bytes(stored).decode().split("\0") if name]

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtrain.data.shards.token_cache import TokenizedDocuments
+from jaxtrain.data.shards.shard import TokenizedDocuments
 from jaxtrain.data.text.tokenizer import Tokens
 from jaxtrain.errors import UserError
 

@@ -10,7 +10,7 @@ from jaxtrain.data.rows.masked_texts import EncodedExamples, TokenDocuments, che
 from jaxtrain.data.rows.packing import Documents, check_length
 from jaxtrain.data.rows.padded import pad_tokens
 from jaxtrain.data.rows.row_summary import RowSummary
-from jaxtrain.data.shards.token_cache import TokenizedDocuments
+from jaxtrain.data.shards.shard import TokenizedDocuments
 from jaxtrain.data.sources import Example
 from jaxtrain.errors import UserError
 

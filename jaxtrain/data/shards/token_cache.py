@@ -8,16 +8,16 @@ least recently used files are removed once all of them take more than `MAX_BYTES
 import contextlib
 import fcntl
 import hashlib
+import io
 import os
-import struct
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from jaxtrain.data.shards.shard import SUFFIX, TokenizedDocuments, open_shard, read_shard, write_shard
 from jaxtrain.errors import UserError
 from jaxtrain.user_cache import prune, user_cache
 
@@ -25,39 +25,12 @@ MAX_BYTES = 32 * 2**30
 """Upper bound of the total size of the cached files, but for the file in use."""
 VARIABLE = "JAXTRAIN_TOKEN_CACHE"
 
-# A file: header, tokens, padding to eight bytes, offsets.
-_MAGIC = b"jaxtrain tokens 1\n"
-_HEADER = struct.Struct("<18s6xQQQ")  # magic, bytes per token, tokens, documents
-
-
-@dataclass(frozen=True, eq=False)
-class TokenizedDocuments:
-    """Documents as tokens, memory-mapped or in memory. Item `i` is the tokens of document `i`.
-
-    Attributes:
-      tokens: Tokens of all documents, one after another, integer [N].
-      offsets: Start of each document in `tokens`, and the end of the last one, int64 [documents + 1].
-
-    Example:
-      >>> documents = TokenizedDocuments(np.array([1, 2, 3]), np.array([0, 2, 3]))
-      >>> len(documents), documents[0].tolist()
-      (2, [1, 2])
-    """
-
-    tokens: NDArray[np.integer[Any]]
-    offsets: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, index: int, /) -> NDArray[np.integer[Any]]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"document {index} of {len(self)}")
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
-
 
 def tokenized(
-    key: Iterable[str] | None, documents: Callable[[], Iterable[NDArray[np.integer[Any]]]], dtype: DTypeLike
+    key: Iterable[str] | None,
+    documents: Callable[[], Iterable[NDArray[np.integer[Any]]]],
+    dtype: DTypeLike,
+    beside: Callable[[], Mapping[str, NDArray[Any]]] = dict,
 ) -> TokenizedDocuments:
     """Return documents from the cache, or tokenize and store them.
 
@@ -68,29 +41,30 @@ def tokenized(
       key: Texts that identify the tokenizer and the content of the documents; None bypasses the cache.
       documents: Returns the tokens of each document; called only if they are not in the cache.
       dtype: Unsigned integer dtype to store the tokens in.
+      beside: As that of `write_shard`.
 
     Returns:
       The documents.
     """
     folder = _folder()
     if folder is None or key is None:
-        return _in_memory(documents(), dtype)
+        return _in_memory(documents(), dtype, beside)
     digest = hashlib.sha256(b"\0".join(os.fsencode(part) for part in (np.dtype(dtype).str, *key))).hexdigest()
-    path = folder / f"{digest}.tokens"
-    found = _read(path, dtype)
+    path = folder / f"{digest}.tokens{SUFFIX}"
+    found = _read(path)
     if found is not None:
         return found
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _exclusive(path) as stream:
             if stream is not None:
-                _write(stream, documents(), np.dtype(dtype))
+                write_shard(stream, documents(), dtype, beside)
                 _partial(path).replace(path)
         prune(folder, "*.tokens*", MAX_BYTES, protected=path)
-        found = _read(path, dtype)
+        found = _read(path)
     except OSError:
         found = None
-    return _in_memory(documents(), dtype) if found is None else found
+    return _in_memory(documents(), dtype, beside) if found is None else found
 
 
 def file_identity(file: Path) -> str:
@@ -109,12 +83,12 @@ def _folder() -> Path | None:
         return None
 
 
-def _in_memory(documents: Iterable[NDArray[np.integer[Any]]], dtype: DTypeLike) -> TokenizedDocuments:
-    tokens, offsets = bytearray(), [0]  # one buffer that grows, so that all tokens are never in memory twice
-    for document in documents:
-        tokens += np.ascontiguousarray(document, dtype).data
-        offsets.append(offsets[-1] + len(document))
-    return TokenizedDocuments(np.frombuffer(tokens, dtype), np.array(offsets, np.int64))
+def _in_memory(
+    documents: Iterable[NDArray[np.integer[Any]]], dtype: DTypeLike, beside: Callable[[], Mapping[str, NDArray[Any]]]
+) -> TokenizedDocuments:
+    stream = io.BytesIO()  # one buffer that grows, so that all tokens are never in memory twice
+    write_shard(stream, documents, dtype, beside)
+    return read_shard(stream.getbuffer())[0]
 
 
 @contextlib.contextmanager
@@ -152,35 +126,16 @@ def _is_at(stream: BinaryIO, path: Path) -> bool:
         return False
 
 
-def _write(stream: BinaryIO, documents: Iterable[NDArray[np.integer[Any]]], dtype: np.dtype[Any]) -> None:
-    offsets = [0]
-    stream.seek(_HEADER.size)
-    for tokens in documents:
-        stream.write(np.ascontiguousarray(tokens, dtype).data)
-        offsets.append(offsets[-1] + len(tokens))
-    stream.write(bytes(-offsets[-1] * dtype.itemsize % 8))
-    stream.write(np.array(offsets, np.int64).data)
-    stream.seek(0)
-    stream.write(_HEADER.pack(_MAGIC, dtype.itemsize, offsets[-1], len(offsets) - 1))
-    stream.flush()
-
-
-def _read(path: Path, dtype: DTypeLike) -> TokenizedDocuments | None:
+def _read(path: Path) -> TokenizedDocuments | None:
     """Return the documents of a file, None if there is none; a damaged file is removed."""
-    try:
-        with path.open("rb") as stream:
-            header, size = stream.read(_HEADER.size), os.fstat(stream.fileno()).st_size
-            content = np.memmap(stream, np.uint8, mode="r").view(np.ndarray) if size else np.empty(0, np.uint8)
-    except OSError:
+    if not path.exists():
         return None
-    if len(header) == _HEADER.size:
-        magic, itemsize, tokens, documents = _HEADER.unpack(header)
-        end = _HEADER.size + tokens * itemsize
-        begin = end + -tokens * itemsize % 8
-        if (magic, itemsize, size) == (_MAGIC, np.dtype(dtype).itemsize, begin + 8 * (documents + 1)):
-            with contextlib.suppress(OSError):
-                os.utime(path)  # marks the file as used
-            return TokenizedDocuments(content[_HEADER.size : end].view(dtype), content[begin:].view(np.int64))
+    try:
+        documents = open_shard(path).documents
+    except UserError:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
     with contextlib.suppress(OSError):
-        path.unlink()
-    return None
+        os.utime(path)  # marks the file as used
+    return documents

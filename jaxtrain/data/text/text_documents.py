@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from jaxtrain.data.files.listing import files_under
 from jaxtrain.data.holdout import share
-from jaxtrain.data.shards.token_cache import TokenizedDocuments, file_identity, tokenized
+from jaxtrain.data.shards.shard import TokenizedDocuments
+from jaxtrain.data.shards.token_cache import file_identity, tokenized
 from jaxtrain.data.sources import Source
 from jaxtrain.data.tables.table_files import is_table, split_table
 from jaxtrain.data.text.text_files import split_files, stdlib_files, text_files, warn_of_encoding
