@@ -1,4 +1,15 @@
-"""Sources of examples. `jaxtrain.data.batches` makes batches of them; its `loader` alone imports grain."""
+"""Sources of examples. `jaxtrain.data.batches` makes batches of them; its `loader` alone imports grain.
+
+sources, mixture    a length and examples by number; subsets, functions and mixtures of them
+collate, columns    examples as the arrays of a batch, which `conversion` takes from NumPy, JAX and PyTorch
+reading/            readers of sources, streams and DataLoaders, and the threads that read ahead
+files/              folders and files that may come from somebody else
+images/, tables/    labelled images; parquet, Arrow and JSON
+text/               files, tokenizers and tokenized documents
+shards/, corpus/    tokens on disk, and corpora of them
+rows/               rows of equal length from tokens: padded, packed, windows
+finetuning/         examples, chat templates and loss masks
+"""
 
 from jaxtrain.data.conversion import tensor_to_numpy as tensor_to_numpy
 from jaxtrain.data.files.archive import check_zip as check_zip

@@ -9,7 +9,7 @@ from jaxtrain.data.reading.data_kinds import Kind, kind_of
 from jaxtrain.data.reading.epoch import check_batch_size
 from jaxtrain.data.reading.epoch import epoch_batches as epoch_batches
 from jaxtrain.data.reading.numbered_batches import MixtureBatches
-from jaxtrain.data.reading.read_ahead import Reader as Reader
+from jaxtrain.data.reading.read_ahead import Reader
 from jaxtrain.data.reading.read_ahead import TrainingBatches as TrainingBatches
 from jaxtrain.data.reading.stream import StreamReader
 from jaxtrain.data.reading.torch_loader import DataLoaderReader, last_rows

@@ -154,14 +154,10 @@ def _encode(
     examples: Sequence[LabelledText], texts: ModelTokenizer, unread: set[str]
 ) -> list[NDArray[np.integer[Any]]]:
     """Return the tokens of examples, and add the names of fields that are not read to `unread`."""
-    encodings: dict[int, Any] = {}
-    for is_chat in (True, False):
-        numbers = [i for i, example in enumerate(examples) if isinstance(example.text, str) != is_chat]
-        rendered = [_rendered(examples[i], texts, unread) for i in numbers]
-        # A chat template writes all special tokens.
-        found = texts.encodings(rendered, add_special_tokens=not is_chat) if numbers else []
-        encodings |= zip(numbers, found, strict=True)
-    return [np.array(encodings[i].ids, np.int32) for i in range(len(examples))]
+    rendered = [_rendered(example, texts, unread) for example in examples]
+    # A chat template writes all special tokens.
+    encodings = texts.encodings(rendered, [not isinstance(example.text, str) for example in examples])
+    return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
 
 def _rendered(example: LabelledText, texts: ModelTokenizer, unread: set[str]) -> str:

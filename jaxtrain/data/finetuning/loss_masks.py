@@ -62,12 +62,8 @@ def encode_each(
 
 
 def _encode(rendered: Sequence[Rendered], texts: ModelTokenizer) -> list[Encoded]:
-    encodings: dict[int, Any] = {}
-    for is_whole in (True, False):
-        numbers = [i for i, one in enumerate(rendered) if one.is_whole == is_whole]
-        found = texts.encodings([rendered[i].text for i in numbers], add_special_tokens=not is_whole) if numbers else []
-        encodings |= zip(numbers, found, strict=True)
-    return [_masked(one, encodings[i], texts) for i, one in enumerate(rendered)]
+    encodings = texts.encodings([one.text for one in rendered], [one.is_whole for one in rendered])
+    return [_masked(one, encoding, texts) for one, encoding in zip(rendered, encodings, strict=True)]
 
 
 def _masked(rendered: Rendered, encoding: Any, texts: ModelTokenizer) -> Encoded:
@@ -87,7 +83,7 @@ def _apart(rendered: Rendered, encoding: Any, texts: ModelTokenizer) -> tuple[To
     offsets, cut = _offsets(encoding), rendered.cut
     if cut is None or not ((offsets[:, 0] < cut) & (cut < offsets[:, 1])).any():
         return np.array(encoding.ids, np.int32), offsets
-    before, after = texts.encodings([rendered.text[:cut], rendered.text[cut:]])
+    before, after = texts.encodings([rendered.text[:cut], rendered.text[cut:]], [True, True])
     return np.array(before.ids + after.ids, np.int32), np.concatenate([_offsets(before), _offsets(after) + cut])
 
 

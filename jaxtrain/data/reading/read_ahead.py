@@ -53,6 +53,8 @@ class TrainingBatches:
       rows: Row numbers of a batch that the reader returns; None for all.
 
     Attributes:
+      rows: Row numbers of a batch that are read.
+      prefetch: Number of batches read ahead; 0 reads in the thread that asks for a batch.
       order: What a restored position must have in common with this.
 
     Raises:
@@ -115,7 +117,12 @@ class TrainingBatches:
             position = self._position if self._is_elsewhere else None
             self._service = _Service(self._reader, position, self._reader.threads if self.prefetch else 0)
             self._end = weakref.finalize(self, self._service.end)  # the threads end once nothing refers to this
-        read = self._service.next(ahead)
+        try:
+            read = self._service.next(ahead)
+        except BaseException:  # an interrupt, which leaves what threads read as it is
+            if not self._service.threads:
+                self.close()
+            raise
         if (error := read.exception()) is not None:
             self.close()  # examples of the batch may be lost: read it again
             raise error
@@ -123,7 +130,7 @@ class TrainingBatches:
 
 
 class _Service:
-    """Reads as many batches as were requested, by threads or, without any, by their caller, until the first failure."""
+    """Reads as many batches as were requested, by threads or, without any, their caller, until the first failure."""
 
     def __init__(self, reader: Reader, position: Mapping[str, Any] | None, threads: int) -> None:
         self._reader, self._position = reader, position
@@ -131,16 +138,16 @@ class _Service:
         self._pending: deque[Future[_Read]] = deque()
         self._ended, self._lock = threading.Event(), threading.Lock()
         # Daemons, because a stream that waits for a network must not keep the interpreter from exiting.
-        self._threads = [threading.Thread(target=self._serve, name="read ahead", daemon=True) for _ in range(threads)]
-        for thread in self._threads:
+        self.threads = [threading.Thread(target=self._serve, name="read ahead", daemon=True) for _ in range(threads)]
+        for thread in self.threads:
             thread.start()
 
     def next(self, ahead: int) -> "Future[_Read]":
         """Return the next batch or its failure, and request those `ahead` of it."""
-        while len(self._pending) < 1 + (ahead if self._threads else 0):
+        while len(self._pending) < 1 + (ahead if self.threads else 0):
             self._pending.append(Future())
             self._requests.put(self._pending[-1])
-        if not self._threads:
+        if not self.threads:
             self._serve_one()
         self._pending[0].exception()  # waits for it; an interrupt leaves it pending
         return self._pending.popleft()
@@ -148,12 +155,12 @@ class _Service:
     def end(self) -> None:
         """Let the threads end."""
         self._ended.set()
-        for _ in self._threads:
+        for _ in self.threads:
             self._requests.put(Future())
 
     def join(self) -> None:
         """Wait for the threads to end."""
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join()
 
     def _serve(self) -> None:
