@@ -4,7 +4,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -41,6 +40,25 @@ class Reader(Protocol):
 
 
 _Read = tuple[Batch, dict[str, Any]]  # a batch, and the position after it
+
+
+class _Request:
+    """A batch to read, and what came of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._result: _Read | BaseException
+
+    def fulfil(self, result: _Read | BaseException) -> None:
+        """Set the result."""
+        self._result = result
+        self._lock.release()
+
+    def wait(self) -> _Read | BaseException:
+        """Return the result once there is one."""
+        with self._lock:
+            return self._result
 
 
 class TrainingBatches:
@@ -123,10 +141,10 @@ class TrainingBatches:
             if not self._service.threads:
                 self.close()
             raise
-        if (error := read.exception()) is not None:
+        if isinstance(read, BaseException):
             self.close()  # examples of the batch may be lost: read it again
-            raise error
-        return read.result()
+            raise read
+        return read
 
 
 class _Service:
@@ -134,29 +152,30 @@ class _Service:
 
     def __init__(self, reader: Reader, position: Mapping[str, Any] | None, threads: int) -> None:
         self._reader, self._position = reader, position
-        self._requests: SimpleQueue[Future[_Read]] = SimpleQueue()
-        self._pending: deque[Future[_Read]] = deque()
+        self._requests: SimpleQueue[_Request] = SimpleQueue()
+        self._pending: deque[_Request] = deque()
         self._ended, self._lock = threading.Event(), threading.Lock()
         # Daemons, because a stream that waits for a network must not keep the interpreter from exiting.
         self.threads = [threading.Thread(target=self._serve, name="read ahead", daemon=True) for _ in range(threads)]
         for thread in self.threads:
             thread.start()
 
-    def next(self, ahead: int) -> "Future[_Read]":
+    def next(self, ahead: int) -> _Read | BaseException:
         """Return the next batch or its failure, and request those `ahead` of it."""
         while len(self._pending) < 1 + (ahead if self.threads else 0):
-            self._pending.append(Future())
+            self._pending.append(_Request())
             self._requests.put(self._pending[-1])
         if not self.threads:
             self._serve_one()
-        self._pending[0].exception()  # waits for it; an interrupt leaves it pending
-        return self._pending.popleft()
+        read = self._pending[0].wait()  # an interrupt leaves it pending
+        self._pending.popleft()
+        return read
 
     def end(self) -> None:
         """Let the threads end."""
         self._ended.set()
         for _ in self.threads:
-            self._requests.put(Future())
+            self._requests.put(_Request())
 
     def join(self) -> None:
         """Wait for the threads to end."""
@@ -170,7 +189,7 @@ class _Service:
     def _serve_one(self) -> bool:
         """Read the batch of a request; return whether there may be others."""
         with self._lock:
-            future = self._requests.get()
+            request = self._requests.get()
             if self._ended.is_set():
                 return False
             try:
@@ -180,13 +199,13 @@ class _Service:
                 complete, position = self._reader.advance(), self._reader.position()
             except BaseException as error:
                 self._ended.set()
-                future.set_exception(error)
+                request.fulfil(error)
                 return False
         try:
-            future.set_result((complete(), position))
+            request.fulfil((complete(), position))
         except BaseException as error:
             self._ended.set()
-            future.set_exception(error)
+            request.fulfil(error)
         return not self._ended.is_set()
 
 
