@@ -1,49 +1,20 @@
 """Training batches of any data."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxtrain.data.collate import Collator
-from jaxtrain.data.epoch import check_batch_size
-from jaxtrain.data.epoch import epoch_batches as epoch_batches
-from jaxtrain.data.kinds import Kind, kind_of
 from jaxtrain.data.mixture import Mixture
-from jaxtrain.data.mixture_reader import MixtureReader
-from jaxtrain.data.read_ahead import ReadAhead as ReadAhead
-from jaxtrain.data.source import Batch, Collate, Rows
-from jaxtrain.data.stream import StreamReader
-from jaxtrain.data.torch_loader import DataLoaderReader, last_rows
+from jaxtrain.data.reading.data_kinds import Kind, kind_of
+from jaxtrain.data.reading.epoch import check_batch_size
+from jaxtrain.data.reading.epoch import epoch_batches as epoch_batches
+from jaxtrain.data.reading.numbered_batches import MixtureBatches
+from jaxtrain.data.reading.read_ahead import Reader
+from jaxtrain.data.reading.read_ahead import TrainingBatches as TrainingBatches
+from jaxtrain.data.reading.stream import StreamReader
+from jaxtrain.data.reading.torch_loader import DataLoaderReader, last_rows
+from jaxtrain.data.sources import Collate, Rows
 from jaxtrain.errors import UserError
-
-
-class TrainingBatches(Protocol):
-    """Endless iterator of batches with a position that can be saved and restored."""
-
-    rows: NDArray[np.intp]
-    """Row numbers of a batch that are read."""
-    prefetch: int
-    """Number of batches read ahead in the background; 0 reads in the thread that asks for a batch."""
-
-    def __next__(self) -> Batch: ...
-
-    def peek(self) -> Batch:
-        """Return the next batch without handing it out."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Return the position after the last batch returned, as JSON; "next_batch" is its number."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a position from `state()`, of which "next_batch" may have been increased to skip batches."""
-        ...
-
-    def close(self) -> None:
-        """Stop the threads or processes that read ahead; the next batch starts them again."""
-        ...
 
 
 def training_batches(
@@ -105,6 +76,7 @@ def training_batches(
         examples do not form a batch.
 
     Example:
+      >>> import numpy as np
       >>> batches = training_batches({"x": np.zeros((6, 2)), "y": np.arange(6)}, batch_size=3, seed=0)
       >>> {name: (array.shape, str(array.dtype)) for name, array in next(batches).items()}
       {'x': ((3, 2), 'float32'), 'y': ((3,), 'int32')}
@@ -134,25 +106,25 @@ def training_batches(
         )
     check_batch_size(batch_size)
     collator = Collator(collate, batch_keys)
-    if prefetch < 0:
-        raise UserError(f"the number of batches to prefetch must be at least 0, got {prefetch}")
+    reader: Reader
     if isinstance(data, Mixture):
         if workers:
             raise UserError(f"workers={workers} does not apply to a mixture, which a thread reads: leave it at 0")
-        return ReadAhead(MixtureReader(data, batch_size, seed, rows, collator), prefetch, batch_size, rows)
-    if kind is Kind.STREAM:
+        reader = MixtureBatches(data, batch_size, seed, rows, collator)
+    elif kind is Kind.STREAM:
         if workers:
             raise UserError(f"workers={workers} needs data with a length: leave it at 0 for a stream")
         reader = StreamReader(data, batch_size, accumulate, rows, collator, message)
-        return ReadAhead(reader, prefetch, batch_size, rows)
-    if seed < 0:
-        raise UserError(f"the data seed must be at least 0, got {seed}")
-    if workers or collate is not None:
-        option, its = ("workers", "num_workers") if workers else ("collate", "collate_fn")
-        raise UserError(f"{option} does not apply to a DataLoader: use its {its}")
-    loader = DataLoaderReader(data, batch_size, accumulate, seed, rows, collator, message)
-    # Not in a thread, because the global random generators are exchanged while the loader is used.
-    return ReadAhead(loader, 0, batch_size, rows)
+    else:
+        if seed < 0:
+            raise UserError(f"the data seed must be at least 0, got {seed}")
+        if workers or collate is not None:
+            option, its = ("workers", "num_workers") if workers else ("collate", "collate_fn")
+            raise UserError(f"{option} does not apply to a DataLoader: use its {its}")
+        reader = DataLoaderReader(data, batch_size, accumulate, seed, rows, collator, message)
+        # Not in a thread, because the global random generators are exchanged while the loader is used.
+        prefetch = min(prefetch, 0)
+    return TrainingBatches(reader, prefetch, batch_size, rows)
 
 
 def shorter_rows(data: Any, batch_size: int) -> int | None:

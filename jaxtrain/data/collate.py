@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtrain.data.columns import Columns
 from jaxtrain.data.conversion import as_array, is_tensor, stack
-from jaxtrain.data.source import Batch, Collate, Source
+from jaxtrain.data.sources import Batch, Collate, Source
 from jaxtrain.errors import UserError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtrain.data.conversion import as_array
-from jaxtrain.data.source import Batch, Example
+from jaxtrain.data.sources import Batch, Example
 from jaxtrain.errors import UserError
 
 _DIGESTED_BYTES = 2**26  # of an array; of larger ones rows at equal distances

@@ -1,7 +1,7 @@
 """Batches of a source: endless, shuffled and resumable."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -12,18 +12,19 @@ import numpy as np
 from absl import flags
 
 from jaxtrain.data.collate import Collator
-from jaxtrain.data.epoch import check_batch_size
-from jaxtrain.data.epoch import epoch_batches as epoch_batches
-from jaxtrain.data.packing import PackedRows
-from jaxtrain.data.position import check_position
-from jaxtrain.data.source import Batch as Batch
-from jaxtrain.data.source import Collate, Rows, Source
+from jaxtrain.data.reading.epoch import check_batch_size
+from jaxtrain.data.reading.epoch import epoch_batches as epoch_batches
+from jaxtrain.data.reading.numbered_batches import NumberedBatches
+from jaxtrain.data.reading.read_ahead import TrainingBatches
+from jaxtrain.data.rows.packing import PackedRows
+from jaxtrain.data.sources import Batch as Batch
+from jaxtrain.data.sources import Collate, Rows, Source
 from jaxtrain.errors import UserError
 
 _ENDLESS = 2**62
 
 
-class Loader:
+class Loader(TrainingBatches):
     """Endless iterator of batches, prefetched in the background.
 
     Every epoch is a new permutation of the source, divided into batches of exactly `batch_size`; the remainder is
@@ -77,98 +78,72 @@ class Loader:
         collate: Collate | None = None,
         batch_keys: Sequence[str] | None = None,
     ) -> None:
-        check_batch_size(batch_size)
-        if not len(source):
-            raise UserError("the training data have no examples: give at least batch_size of them")
-        if len(source) < batch_size:
-            if isinstance(source, PackedRows):
-                raise UserError(
-                    f"the examples fill {len(source)} rows of {source.length} tokens, fewer than batch_size"
-                    f" {batch_size}: use a smaller one, or a smaller seq_len, or no packing"
-                )
-            raise UserError(
-                f"batch_size must be at most the number of examples, {len(source)}, got {batch_size}: use a smaller one"
-            )
+        _check_size(source, batch_size)
         if seed < 0:
             raise UserError(f"the data seed must be at least 0, got {seed}")
         if workers < 0:
             raise UserError(f"the number of workers must be at least 0, got {workers}")
         if workers:
             _check_shared_memory(workers)
-        if prefetch < 0:
-            raise UserError(f"the number of batches to prefetch must be at least 0, got {prefetch}")
-        self.prefetch = prefetch
-        self._order = {"examples": len(source), "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
         # Indices are permuted instead of examples, so that only the rows needed are read.
         # shuffle(seed) would add the epoch to the seed, so that seeds 0 and 1 share all epochs but one;
         # .seed(seed) hashes it first.
         numbers = grain.MapDataset.range(len(source)).seed(seed)
         ordered = numbers.shuffle() if shuffle else numbers
-        self.rows = np.arange(batch_size) if rows is None else np.asarray(rows, np.intp)
-        read = functools.partial(_read, source, ordered, batch_size, self.rows, Collator(collate, batch_keys))
-        # Not `ordered.batch(...)`, which would compute the numbers of all rows of a batch in every process.
-        self._by_position = grain.MapDataset.range(_ENDLESS // batch_size).map(read)
-        self._threads = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
+        row_numbers = np.arange(batch_size) if rows is None else np.asarray(rows, np.intp)
+        self._read = functools.partial(_read, source, ordered, batch_size, row_numbers, Collator(collate, batch_keys))
+        order = {"examples": len(source), "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
+        reader = NumberedBatches(order, self._read, num_threads)
+        if workers:
+            reader = _WorkerBatches(order, self._read, batch_size, workers, prefetch)
+        super().__init__(reader, prefetch, batch_size, rows)
+
+    def peek(self) -> Batch:
+        """Return the next batch without handing it out; only its examples are read, and nothing is prefetched."""
+        return self._read(self._position["next_batch"])
+
+
+class _WorkerBatches(NumberedBatches):
+    """Reads batches in worker processes of grain, ahead of the position."""
+
+    def __init__(
+        self, order: dict[str, Any], read: Callable[[int], Batch], batch_size: int, workers: int, prefetch: int
+    ) -> None:
+        super().__init__(order, read, threads=0)
+        # Not a batched dataset of the numbers, which would compute those of all rows of a batch in every process.
+        self._by_number = grain.MapDataset.range(_ENDLESS // batch_size).map(read)
         self._processes = grain.MultiprocessingOptions(
-            num_workers=workers, per_worker_buffer_size=max(1, prefetch // max(1, workers))
+            num_workers=workers, per_worker_buffer_size=max(1, prefetch // workers)
         )
-        self._next_batch = 0
         self._batches: Any = None  # started by the first batch, and again after a failed one
 
-    def __iter__(self) -> "Loader":
-        return self
-
-    def __next__(self) -> Batch:
+    def advance(self) -> Callable[[], Batch]:
+        """Read the next batch."""
         if self._batches is None:
             self._batches = self._start()
         try:
             batch: Batch = next(self._batches)
-        except BaseException:
-            # grain has removed the batch from its queue without counting it: start again there.
-            self.close()
-            if self._processes.num_workers:
-                _check_picklable(self._by_position)
+        except Exception:
+            _check_picklable(self._by_number)
             raise
         self._next_batch += 1
-        if self._processes.num_workers:  # the arrays are in shared memory, which is freed with them
-            return {name: np.array(array) for name, array in batch.items()}
-        return batch
-
-    def peek(self) -> Batch:
-        """Return the next batch without handing it out; only its examples are read, and nothing is prefetched."""
-        batch: Batch = self._by_position[self._next_batch]
-        return batch
-
-    def state(self) -> dict[str, Any]:
-        """Return the position after the last batch returned, as JSON."""
-        return {"next_batch": self._next_batch, **self._order}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a position from `state()`, so that the same batches follow.
-
-        Raises:
-          UserError: The number of examples, the batch size, the seed or the shuffling differs.
-        """
-        check_position(state, self._order)
-        self.close()
-        self._next_batch = int(state["next_batch"])
+        # The arrays are in shared memory, which is freed with them.
+        return lambda: {name: np.array(array) for name, array in batch.items()}
 
     def close(self) -> None:
-        """Stop the threads or processes that read ahead; the next batch starts them again."""
+        """End the processes."""
         if self._batches is not None:
             self._batches.close()
             self._batches = None
 
     def _start(self) -> Any:
         """Return an iterator over the batches from the position on."""
-        remaining = self._by_position[self._next_batch :]
-        if not self._processes.num_workers:
-            return iter(remaining.to_iter_dataset(self._threads))
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # grain reads its flags, which only an absl program parses
         in_turn = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         configure = functools.partial(_configure_worker, jax.config.read("jax_enable_x64"))
-        return iter(remaining.to_iter_dataset(in_turn).mp_prefetch(self._processes, configure))
+        remaining = self._by_number[self._next_batch :].to_iter_dataset(in_turn)
+        return iter(remaining.mp_prefetch(self._processes, configure))
 
 
 def _read(source: Source, ordered: Any, batch_size: int, rows: Any, collator: Collator, number: int) -> Batch:
@@ -176,6 +151,21 @@ def _read(source: Source, ordered: Any, batch_size: int, rows: Any, collator: Co
     epoch, batch = divmod(number, len(source) // batch_size)
     first = epoch * len(source) + batch * batch_size
     return collator.read(source, [int(ordered[first + row]) for row in rows.tolist()])
+
+
+def _check_size(source: Source, batch_size: int) -> None:
+    check_batch_size(batch_size)
+    if not len(source):
+        raise UserError("the training data have no examples: give at least batch_size of them")
+    if len(source) < batch_size:
+        if isinstance(source, PackedRows):
+            raise UserError(
+                f"the examples fill {len(source)} rows of {source.length} tokens, fewer than batch_size"
+                f" {batch_size}: use a smaller one, or a smaller seq_len, or no packing"
+            )
+        raise UserError(
+            f"batch_size must be at most the number of examples, {len(source)}, got {batch_size}: use a smaller one"
+        )
 
 
 def _check_picklable(batches: Any) -> None:

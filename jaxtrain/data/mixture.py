@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtrain.data.permutation import Permutation
-from jaxtrain.data.source import Example, Source
+from jaxtrain.data.sources import Example, Source
 from jaxtrain.errors import UserError
 
 _MAX_PERIOD = 100_000

@@ -1,10 +1,5 @@
 """Recipe and Task: what a user's own run and a built-in one both are."""
 
-from jaxtrain.run.evaluation import EvaluationSums as EvaluationSums
-from jaxtrain.run.evaluation import abstract_batch as abstract_batch
-from jaxtrain.run.evaluation import evaluation_batches as evaluation_batches
-from jaxtrain.run.evaluation import means as means
-from jaxtrain.run.evaluation import task_batches as task_batches
 from jaxtrain.run.initial import Initial
 from jaxtrain.run.media import Audio, Image, Table, Text
 from jaxtrain.run.media import Media as Media
@@ -22,6 +17,11 @@ from jaxtrain.run.reference import locate as locate
 from jaxtrain.run.reference import name_of as name_of
 from jaxtrain.run.reference import reference_to as reference_to
 from jaxtrain.run.reference import source_of as source_of
+from jaxtrain.run.run_batches import EvaluationSums as EvaluationSums
+from jaxtrain.run.run_batches import abstract_batch as abstract_batch
+from jaxtrain.run.run_batches import evaluation_batches as evaluation_batches
+from jaxtrain.run.run_batches import means as means
+from jaxtrain.run.run_batches import task_batches as task_batches
 from jaxtrain.run.signature import Input, Signature
 from jaxtrain.run.task import Predictions, Task, row_weights
 from jaxtrain.run.task import check_memory as check_memory

@@ -1,11 +1,11 @@
 """Run a recipe: checks, the training loop, checkpoints, guards, signals."""
 
-from jaxtrain.runner.batches import DispatchedStep as DispatchedStep
-from jaxtrain.runner.batches import FetchedBatch as FetchedBatch
 from jaxtrain.runner.checkpoint import Checkpoints, Retention
 from jaxtrain.runner.checkpoint import restore_params as restore_params
 from jaxtrain.runner.checkpoint import restore_state as restore_state
 from jaxtrain.runner.checkpoint import saved_steps as saved_steps
+from jaxtrain.runner.fetched_batches import DispatchedStep as DispatchedStep
+from jaxtrain.runner.fetched_batches import FetchedBatch as FetchedBatch
 from jaxtrain.runner.finish import analyze_errors as analyze_errors
 from jaxtrain.runner.finish import write_end as write_end
 from jaxtrain.runner.fit import Fit, fit

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jaxtrain.data import Example, Kind, kind_of, subsample
-from jaxtrain.data.batches import Batch
+from jaxtrain.data import Batch, Example, Kind, kind_of, subsample
 from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.observe import (

@@ -21,7 +21,7 @@ from jaxtrain.folder_files import make_folder, new_file, open_file
 from jaxtrain.observe import Rollback
 from jaxtrain.paths import path_name
 from jaxtrain.run import Recipe
-from jaxtrain.runner.batches import DispatchedStep
+from jaxtrain.runner.fetched_batches import DispatchedStep
 from jaxtrain.step import TrainState, cause_in_batch, current_scale, failed_assumption, finite_leaves, leaf_name
 
 WINDOW = 64

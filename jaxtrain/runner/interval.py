@@ -12,7 +12,7 @@ from jaxtrain.cost import peak_memory_bytes
 from jaxtrain.observe import LOSS_SCALES, LogLine, Rollback, Throughput
 from jaxtrain.optim import used_learning_rate, used_learning_rates
 from jaxtrain.run import Recipe, Task
-from jaxtrain.runner.batches import DispatchedStep
+from jaxtrain.runner.fetched_batches import DispatchedStep
 from jaxtrain.step import STEP_METRICS
 
 # A healthy fp16 run settles at a loss scale in the thousands or above; below this, small gradients underflow.

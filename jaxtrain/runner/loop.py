@@ -6,7 +6,7 @@ from typing import Any
 from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed
 from jaxtrain.observe import LogLine, MetricsLog, NoMetricsLog, first_rows, histograms
-from jaxtrain.runner.batches import DispatchedStep
+from jaxtrain.runner.fetched_batches import DispatchedStep
 from jaxtrain.runner.precision_watch import PrecisionWatch
 from jaxtrain.runner.process_watch import Phase
 from jaxtrain.runner.session import Session

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.observe import Gauges, LogLine, Rollback
-from jaxtrain.runner.batches import Batches, DispatchedStep
+from jaxtrain.runner.fetched_batches import Batches, DispatchedStep
 from jaxtrain.runner.guards import Guard, Spike
 from jaxtrain.runner.interval import Interval
 from jaxtrain.runner.patience import Patience

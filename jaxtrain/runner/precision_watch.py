@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxtrain.runner.batches import FetchedBatch
+from jaxtrain.runner.fetched_batches import FetchedBatch
 from jaxtrain.runner.interval import Interval
 from jaxtrain.runner.training import Training
 from jaxtrain.step import PrecisionLosses, TrainState, precision_losses

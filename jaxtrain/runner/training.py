@@ -33,7 +33,7 @@ from jaxtrain.run import (
     split_media,
     task_batches,
 )
-from jaxtrain.runner.batches import FetchedBatch
+from jaxtrain.runner.fetched_batches import FetchedBatch
 from jaxtrain.runner.optimizer import frozen, state_shapes, training_step
 from jaxtrain.runner.preflight import suspects
 from jaxtrain.runner.transfer import Place

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxtrain.data import Batch
-from jaxtrain.data.batches import ReadAhead, TrainingBatches
+from jaxtrain.data.batches import TrainingBatches
 
 AHEAD = 2
 """Number of batches on the devices besides that of the current step."""
@@ -20,60 +20,34 @@ class TransferredBatch(NamedTuple):
     device: Any
 
 
-class TransferAhead:
-    """Endless iterator of a loader's batches, with its positions.
+def transfer_ahead(loader: TrainingBatches, place: Place) -> TrainingBatches:
+    """Return a loader's batches as `TransferredBatch`, with its positions.
 
     Args:
       loader: The loader; one that reads in the thread of its caller is read when a batch is asked for, not ahead.
       place: Places a batch on the devices.
     """
-
-    def __init__(self, loader: TrainingBatches, place: Place) -> None:
-        self._loader, self._place = loader, place
-        self._start()
-
-    def __next__(self) -> TransferredBatch:
-        batch: Mapping[str, Any] = next(self._ahead)
-        return TransferredBatch(batch["host"], batch["device"])
-
-    def state(self) -> dict[str, Any]:
-        """Return the loader's position after the last batch returned."""
-        place: dict[str, Any] = self._ahead.state()["place"]
-        return place
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state()`. Raises as that of the loader."""
-        self._ahead.close()
-        self._loader.restore(state)
-        self._start()
-
-    def close(self) -> None:
-        """Stop the thread and close the loader."""
-        self._ahead.close()
-
-    def _start(self) -> None:
-        rows = self._loader.rows
-        self._ahead = ReadAhead(_Reader(self._loader, self._place), min(AHEAD, self._loader.prefetch), len(rows), rows)
+    ahead = min(AHEAD, loader.prefetch)
+    return TrainingBatches(_TransferredBatches(loader, place), ahead, len(loader.rows), loader.rows)
 
 
-class _Reader:
+class _TransferredBatches:
     """Reads a loader's batches and starts their transfer."""
 
-    order: dict[str, Any] = {}  # noqa: RUF012
+    threads = 1
 
     def __init__(self, loader: TrainingBatches, place: Place) -> None:
-        self._loader, self._place = loader, place
+        self.order, self._loader, self._place = loader.order, loader, place
 
-    def read(self) -> dict[str, Any]:
+    def advance(self) -> Callable[[], Any]:
         batch = next(self._loader)
-        return {"host": batch, "device": self._place(batch)}
+        return lambda: TransferredBatch(batch, self._place(batch))
 
     def position(self) -> dict[str, Any]:
-        state = self._loader.state()
-        return {"next_batch": state["next_batch"], "place": state}
+        return self._loader.state()
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        self._loader.restore(position["place"])
+        self._loader.restore(position)
 
     def close(self) -> None:
         self._loader.close()

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from jaxtrain.cli import main
 from jaxtrain.data import ByteTokenizer, FileTokenizer, Mixture, TokenWindows, corpus, language_rows, split_documents
 from jaxtrain.data.corpus import CorpusRows, TokenCorpus, named_corpora, tokenize_corpus
-from jaxtrain.data.corpus.documents import TextDocuments
+from jaxtrain.data.corpus.corpus_documents import TextDocuments
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import named_recipe
 from tests.data.shards import write_corpus
@@ -180,6 +180,17 @@ def test_a_damaged_corpus_is_one_clear_line(tmp_path, damage, message):
     with pytest.raises(UserError, match=message) as error:
         all_documents(folder)
     assert "\n" not in str(error.value)
+
+
+def test_shards_whose_offsets_come_first_are_read(tmp_path):
+    """They do in folders of earlier versions."""
+    folder = write_corpus(tmp_path / "a", 6)
+    expected = all_documents(folder)
+    for file in folder.glob("*.safetensors"):
+        arrays = load_file(file)
+        save_file({name: arrays[name] for name in ("offsets", "tokens")}, file)
+        assert file.read_bytes().index(b'"offsets"') < file.read_bytes().index(b'"tokens"')
+    assert all((one == other).all() for one, other in zip(all_documents(folder), expected, strict=True))
 
 
 def write_corpus_with(folder, **fields):

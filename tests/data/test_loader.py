@@ -3,8 +3,6 @@
 import json
 import subprocess
 import sys
-import threading
-import time
 from itertools import islice
 from typing import Any
 
@@ -99,21 +97,6 @@ def test_writing_into_a_batch_does_not_change_the_source(batch_size: int) -> Non
     for batches in (Loader(source, batch_size, 0, shuffle=False), epoch_batches(source, batch_size)):
         next(batches)["image"][:] = -1
     assert source.images[:, 0].tolist() == [0, 1]
-
-
-def test_batches_are_read_in_the_background_before_they_are_requested() -> None:
-    third_was_read = threading.Event()
-
-    class Watched(Arrays):
-        def __getitem__(self, index: int, /) -> Example:
-            if index == 2:
-                third_was_read.set()
-            return super().__getitem__(index)
-
-    source = numbered(6)
-    loader = Loader(Watched(source.images, source.labels), 1, seed=0, shuffle=False)
-    next(loader)
-    assert third_was_read.wait(timeout=5)
 
 
 def test_a_failed_batch_is_retried() -> None:
@@ -254,26 +237,3 @@ def test_evaluation_with_an_invalid_batch_size_is_refused() -> None:
 def test_importing_the_loader_emits_no_warning() -> None:
     program = [sys.executable, "-W", "error", "-c", "import jaxtrain.data.loader"]
     assert subprocess.run(program, capture_output=True, check=True).stderr == b""
-
-
-def test_peek_reads_one_batch_and_keeps_the_position():
-    class Recording:
-        def __init__(self):
-            self.read = []
-
-        def __len__(self):
-            return 40
-
-        def __getitem__(self, index):
-            self.read.append(index)
-            return {"index": np.int32(index)}
-
-    source = Recording()
-    loader = Loader(source, batch_size=2, seed=0)
-    peeked = loader.peek()
-    time.sleep(0.2)  # a prefetch would continue to read
-    assert sorted(source.read) == sorted(peeked["index"].tolist())
-    assert loader.state()["next_batch"] == 0
-    first = next(loader)
-    np.testing.assert_array_equal(first["index"], peeked["index"])
-    np.testing.assert_array_equal(loader.peek()["index"], next(loader)["index"])

@@ -32,7 +32,7 @@ from jaxtrain.data import (
     text_files,
     unigram_entropy,
 )
-from jaxtrain.data.text import warn_of_encoding
+from jaxtrain.data.text.text_files import warn_of_encoding
 from jaxtrain.errors import UserError
 
 

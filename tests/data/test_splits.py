@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from jaxtrain.data import image_folder, split_table, split_text, table, text_files
-from jaxtrain.data.corpus.documents import corpus_parts
+from jaxtrain.data.corpus.corpus_documents import corpus_parts
+from jaxtrain.data.files.splits import split_of
 from jaxtrain.data.finetuning import read_examples, split_examples
-from jaxtrain.data.splits import split_of
-from jaxtrain.data.tokens import ByteTokenizer
+from jaxtrain.data.text.tokenizer import ByteTokenizer
 from jaxtrain.errors import UserError
 
 ROWS = 12

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data import ParquetRows, is_table, split_source, split_table, table, table_rows
+from jaxtrain.data import ParquetRows, is_table, split_source, split_table, table
 from jaxtrain.data.loader import Loader
+from jaxtrain.data.tables import table_rows
 from jaxtrain.errors import UserError
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.data import ByteTokenizer, tokenizer
-from jaxtrain.data.text_stream import decode_stream, replace_unprintable
+from jaxtrain.data.text.text_stream import decode_stream, replace_unprintable
 
 
 class Counting:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.data import IndexedSource, MappedSource, subsample
-from jaxtrain.data.dates import FIRST, FORMATS, LAST, Dates, dates
-from jaxtrain.data.python_statements import KEYWORDS, python_statements, statements
+from jaxtrain.data.text.dates import FIRST, FORMATS, LAST, Dates, dates
+from jaxtrain.data.text.python_statements import KEYWORDS, python_statements, statements
 
 PROGRAM = '''class A(Base, metaclass=Meta):
     """if it is text,

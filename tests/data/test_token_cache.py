@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.data import ByteTokenizer, pack, split_documents, split_text, text_files, token_cache, tokenized_rows
-from jaxtrain.data.token_cache import tokenized
-from jaxtrain.data.tokens import FileTokenizer
+from jaxtrain.data import ByteTokenizer, pack, split_documents, split_text, text_files, tokenized_rows
+from jaxtrain.data.shards import token_cache
+from jaxtrain.data.shards.token_cache import tokenized
+from jaxtrain.data.text.tokenizer import FileTokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.user_cache import prune, user_cache
 
@@ -139,7 +140,7 @@ def test_the_default_folder_is_in_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.delenv("JAXTRAIN_TOKEN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tokenized(["key"], documents_of([1]), np.uint8)
-    assert [p.suffix for p in (tmp_path / "jaxtrain" / "tokens").iterdir()] == [".tokens"]
+    assert [p.suffix for p in (tmp_path / "jaxtrain" / "tokens").iterdir()] == [".safetensors"]
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert user_cache("tokens") == Path.home() / ".cache" / "jaxtrain" / "tokens"
 
@@ -158,13 +159,13 @@ def test_tokens_are_kept_in_memory_without_a_home_directory(monkeypatch):
 
 def test_the_least_recently_used_files_are_removed(cache, monkeypatch):
     for i in range(3):
-        tokenized([str(i)], documents_of([i] * 1000), np.uint8)
+        tokenized([str(i)], documents_of([i] * 4000), np.uint8)
         for file in cache.iterdir():  # a day passes
             os.utime(file, (file.stat().st_mtime - 86400,) * 2)
     tokenized(["0"], documents_of([9]), np.uint8)
-    monkeypatch.setattr(token_cache, "MAX_BYTES", 2500)
-    tokenized(["3"], documents_of([3] * 1000), np.uint8)
-    assert sorted(file.stat().st_size for file in cache.iterdir()) == [1064, 1064]
+    monkeypatch.setattr(token_cache, "MAX_BYTES", 13_000)
+    tokenized(["3"], documents_of([3] * 4000), np.uint8)
+    assert sorted(file.stat().st_size for file in cache.iterdir()) == [5040, 5040]
     assert [tokenized([str(i)], documents_of([9]), np.uint8).tokens[0] for i in range(4)] == [0, 9, 9, 3]
 
 
@@ -202,4 +203,4 @@ def test_only_one_of_several_processes_tokenizes(cache, tmp_path):
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * 4
     assert len((tmp_path / "log").read_text().splitlines()) == 1
-    assert [p.suffix for p in cache.iterdir()] == [".tokens"]
+    assert [p.suffix for p in cache.iterdir()] == [".safetensors"]

@@ -301,7 +301,7 @@ def test_a_hanging_process_ends_the_others(tmp_path: Path) -> None:
 LATE = """
 import os, signal, sys, time
 from jaxtrain.cli import main
-from jaxtrain.runner.batches import Batches
+from jaxtrain.runner.fetched_batches import Batches
 
 read, steps = Batches.__next__, []
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast
 
 import jaxtrain as jt
-from jaxtrain.data.torch_loader import RandomStates
+from jaxtrain.data.reading.torch_loader import RandomStates
 
 STEPS, BATCH_SIZE, LR, CLASSES = 10, 4, 0.5, 2
 

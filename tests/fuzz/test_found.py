@@ -12,7 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from jaxtrain.data import FileTokenizer, archive, image_folder, npz, table
+from jaxtrain.data import FileTokenizer, image_folder, npz, table
+from jaxtrain.data.files import archive
 from jaxtrain.errors import UserError
 from jaxtrain.interop.metadata import read_metadata
 from jaxtrain.interop.torch_file import read_torch

@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.cli import main
 from jaxtrain.data import ByteTokenizer
-from jaxtrain.data.python_statements import KEYWORDS, Statements
+from jaxtrain.data.text.python_statements import KEYWORDS, Statements
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import text_classification
 from jaxtrain.recipes.text_classification import TextClassificationRecipe

@@ -18,8 +18,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
 from jaxtrain.recipes.command import command
 from jaxtrain.runner import interval, start
-from jaxtrain.runner.batches import Batches, DispatchedStep, FetchedBatch
 from jaxtrain.runner.checkpoint import restore_params, saved_steps
+from jaxtrain.runner.fetched_batches import Batches, DispatchedStep, FetchedBatch
 from jaxtrain.runner.guards import FEWEST, MOST_ROLLBACKS, Guard, RunInvalid, Spike, read_batch
 from jaxtrain.runner.optimizer import training_step
 from jaxtrain.runner.out_of_memory import flags_for_less_memory

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import jaxtrain as jt
 from jaxtrain.cli import main
 from jaxtrain.data.batches import training_batches
-from jaxtrain.data.torch_loader import RandomStates
+from jaxtrain.data.reading.torch_loader import RandomStates
 
 KEYS = ("x", "y")
 

@@ -10,7 +10,7 @@ import pytest
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner import preflight
-from jaxtrain.runner.batches import DispatchedStep, FetchedBatch
+from jaxtrain.runner.fetched_batches import DispatchedStep, FetchedBatch
 from jaxtrain.runner.guards import Guard
 from tests.runner.recording import train
 

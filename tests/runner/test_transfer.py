@@ -14,7 +14,7 @@ import jaxtrain as jt
 from jaxtrain.data.batches import training_batches
 from jaxtrain.errors import UserError
 from jaxtrain.runner import training
-from jaxtrain.runner.transfer import AHEAD, TransferAhead
+from jaxtrain.runner.transfer import AHEAD, transfer_ahead
 
 ROWS = {"x": np.arange(24, dtype=np.uint8)}
 
@@ -45,7 +45,7 @@ def wait_until(condition):
 
 def test_the_next_batches_are_transferred_before_they_are_asked_for():
     place = Placing()
-    batches, expected = TransferAhead(loader(), place), loader()
+    batches, expected = transfer_ahead(loader(), place), loader()
     for done in range(1, 10):
         batch = next(batches)
         assert wait_until(lambda: len(place.batches) == done + AHEAD)  # noqa: B023
@@ -62,7 +62,7 @@ def test_the_next_batches_are_transferred_before_they_are_asked_for():
 
 
 def test_a_position_is_that_of_the_last_batch_returned():
-    batches, expected = TransferAhead(loader(), Placing()), loader()
+    batches, expected = transfer_ahead(loader(), Placing()), loader()
     positions, values = [], []
     for _ in range(8):
         positions.append(batches.state())
@@ -90,7 +90,7 @@ def test_a_failure_arrives_with_its_batch():
             raise ValueError("no memory")
         return batch
 
-    batches = TransferAhead(read, place)
+    batches = transfer_ahead(read, place)
     first, second = next(batches), next(batches)
     with pytest.raises(ValueError, match="no memory"):
         next(batches)
@@ -102,7 +102,7 @@ def test_a_failure_arrives_with_its_batch():
 
 def test_a_loader_of_the_callers_thread_is_not_read_ahead():
     place = Placing()
-    batches = TransferAhead(loader(prefetch=0), place)
+    batches = transfer_ahead(loader(prefetch=0), place)
     next(batches)
     time.sleep(0.02)
     assert len(place.batches) == 1

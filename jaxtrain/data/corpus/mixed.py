@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxtrain.data.corpus.manifest import is_corpus
-from jaxtrain.data.corpus.rows import CorpusRows
-from jaxtrain.data.corpus.tokens import Split, TokenCorpus
+from jaxtrain.data.corpus.corpus_manifest import is_corpus
+from jaxtrain.data.corpus.token_corpus import Split, TokenCorpus
 from jaxtrain.data.mixture import Mixture
-from jaxtrain.data.tokens import Tokenizer
+from jaxtrain.data.rows.windows import CorpusRows
+from jaxtrain.data.text.tokenizer import Tokenizer
 from jaxtrain.errors import UserError
 
 

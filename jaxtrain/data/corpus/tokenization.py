@@ -18,12 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from jaxtrain.data.corpus.documents import CorpusPart, corpus_identity, corpus_parts
-from jaxtrain.data.corpus.manifest import (
+from jaxtrain.data.corpus.corpus_documents import CorpusPart, corpus_identity, corpus_parts
+from jaxtrain.data.corpus.corpus_manifest import (
     BYTES,
     MANIFEST,
     Manifest,
@@ -33,9 +34,9 @@ from jaxtrain.data.corpus.manifest import (
     write_json,
     write_manifest,
 )
-from jaxtrain.data.corpus.shard import SUFFIX, Shard, write_shard
 from jaxtrain.data.holdout import check_fraction
-from jaxtrain.data.tokens import ByteTokenizer, FileTokenizer, Tokenizer
+from jaxtrain.data.shards.shard import SUFFIX, whole_file, write_shard
+from jaxtrain.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jaxtrain.errors import UserError
 
 SHARD_TOKENS = 2**26
@@ -102,19 +103,19 @@ class _Job:
         part, start, stop = self.pieces[number]
         split, documents = self.parts[part]
         dtype = np.min_scalar_type(self.vocabulary - 1)
-        ending = b"" if self.end is None else np.array([self.end], dtype).tobytes()
+        ending = np.array([] if self.end is None else [self.end], dtype)
         entries: list[ShardEntry] = []
-        content, offsets = bytearray(), [0]
+        held, size = list[NDArray[np.integer[Any]]](), 0
         for i in range(start, stop):
-            if tokens := np.ascontiguousarray(documents.encode(i, self.texts), dtype).tobytes():
-                content += tokens + ending
-                offsets.append(len(content) // dtype.itemsize)
-            if offsets[-1] >= self.shard_tokens or (i == stop - 1 and content):
+            if len(tokens := documents.encode(i, self.texts)):
+                held.append(np.append(tokens.astype(dtype), ending))
+                size += len(held[-1])
+            if size >= self.shard_tokens or (i == stop - 1 and held):
                 name = f"{split}-{number:05}-{len(entries):03}{SUFFIX}"
-                shard = Shard(np.frombuffer(content, dtype), np.array(offsets, np.int64))
-                write_shard(self.out / name, shard, {"tokenizer": tokenizer_digest(self.texts)})
-                entries.append(ShardEntry(name, offsets[-1], len(offsets) - 1))
-                content, offsets = bytearray(), [0]
+                with whole_file(self.out / name) as stream:
+                    write_shard(stream, held, dtype, metadata={"tokenizer": tokenizer_digest(self.texts)})
+                entries.append(ShardEntry(name, size, len(held)))
+                held, size = [], 0
         write_json(self.record(number), entries)
 
 

@@ -1,7 +1,7 @@
 """Data to fine-tune language models on: examples, chat templates, loss masks and rows."""
 
 from jaxtrain.data.finetuning.chat_template import ChatTemplate, Span
-from jaxtrain.data.finetuning.encoded_examples import EncodedExamples, encode_examples
+from jaxtrain.data.finetuning.encoded_examples import encode_examples
 from jaxtrain.data.finetuning.example_files import ExampleFiles, Parse, read_examples, split_examples
 from jaxtrain.data.finetuning.example_page import Run, decoded_runs, print_examples
 from jaxtrain.data.finetuning.examples import (
@@ -20,14 +20,15 @@ from jaxtrain.data.finetuning.labelled_texts import (
     label_numbers,
     parse_labelled,
 )
-from jaxtrain.data.finetuning.masks import Encoded, encode_example
+from jaxtrain.data.finetuning.loss_masks import encode_example
 from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
 from jaxtrain.data.finetuning.remarks import duplicates, remarks
-from jaxtrain.data.finetuning.row_summary import RowSummary
-from jaxtrain.data.finetuning.rows import PreferenceRows, preference_rows, supervised_rows
-from jaxtrain.data.finetuning.rows import check_kind as check_kind
 from jaxtrain.data.finetuning.stdlib_docstrings import Pair, StdlibPairs, stdlib_pairs, write_stdlib_pairs
-from jaxtrain.data.finetuning.whole_texts import WholeTexts, WholeTextSummary, labelled_rows, reward_rows
+from jaxtrain.data.rows.masked_texts import Encoded, EncodedExamples
+from jaxtrain.data.rows.masked_texts import check_kind as check_kind
+from jaxtrain.data.rows.row_summary import RowSummary
+from jaxtrain.data.rows.supervised import PreferenceRows, preference_rows, supervised_rows
+from jaxtrain.data.rows.whole_texts import WholeTexts, labelled_rows, reward_rows
 
 __all__ = [
     "ChatTemplate",
@@ -49,7 +50,6 @@ __all__ = [
     "Run",
     "Span",
     "StdlibPairs",
-    "WholeTextSummary",
     "WholeTexts",
     "decoded_runs",
     "duplicates",

@@ -10,15 +10,15 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtrain.data.files import files_under
+from jaxtrain.data.files.listing import files_under
+from jaxtrain.data.files.splits import files_of_splits, names_except
 from jaxtrain.data.finetuning.examples import parse_example
 from jaxtrain.data.holdout import random_split
-from jaxtrain.data.json_rows import JSON_SUFFIXES, json_rows
-from jaxtrain.data.source import Example
-from jaxtrain.data.splits import files_of_splits, names_except
-from jaxtrain.data.table_rows import ARROW_SUFFIXES
-from jaxtrain.data.tables import is_table, opened_table, saved_splits, table, table_splits
-from jaxtrain.data.token_cache import file_identity
+from jaxtrain.data.shards.token_cache import file_identity
+from jaxtrain.data.sources import Example
+from jaxtrain.data.tables.json_rows import JSON_SUFFIXES, json_rows
+from jaxtrain.data.tables.table_files import is_table, opened_table, saved_splits, table, table_splits
+from jaxtrain.data.tables.table_rows import ARROW_SUFFIXES
 from jaxtrain.errors import UserError
 from jaxtrain.records import report_unread
 

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
-from jaxtrain.data.finetuning.rows import PreferenceRows
-from jaxtrain.data.finetuning.whole_texts import WholeTexts
-from jaxtrain.data.packing import PackedRows
-from jaxtrain.data.text_stream import replace_unprintable
+from jaxtrain.data.rows.packing import PackedRows
+from jaxtrain.data.rows.supervised import PreferenceRows
+from jaxtrain.data.rows.whole_texts import WholeTexts
+from jaxtrain.data.text.text_stream import replace_unprintable
 
 OPEN, CLOSE = "«", "»"
 """Marks around what is in the loss, where there are no colors."""

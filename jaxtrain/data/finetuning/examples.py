@@ -20,7 +20,7 @@ Other fields that change what is learned are refused. The rest are in `unread`.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from jaxtrain.errors import UserError
 from jaxtrain.records import Record, unread_fields
@@ -94,6 +94,9 @@ class PlainText:
       unread: Names of the fields of the row that are not read.
     """
 
+    sides: ClassVar[int] = 1
+    continues: ClassVar[bool] = True
+
     text: str
     where: str
     weight: float = 1.0
@@ -112,6 +115,9 @@ class Completion:
       weight: Weight in the loss.
       unread: Names of the fields of the row that are not read.
     """
+
+    sides: ClassVar[int] = 1
+    continues: ClassVar[bool] = False
 
     prompt: str | Messages
     completion: str | Messages
@@ -133,6 +139,9 @@ class Conversation:
       unread: Names of the fields of the row that are not read.
     """
 
+    sides: ClassVar[int] = 1
+    continues: ClassVar[bool] = False
+
     messages: Messages
     tools: list[Any] | None
     where: str
@@ -153,6 +162,9 @@ class Preference:
       weight: Weight in the loss.
       unread: Names of the fields of the row that are not read.
     """
+
+    sides: ClassVar[int] = 2
+    continues: ClassVar[bool] = False
 
     prompt: str | Messages
     chosen: str | Messages

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtrain.data.finetuning.encoded_examples import as_document, names_in
+from jaxtrain.data.finetuning.encoded_examples import from_bytes, to_bytes
 from jaxtrain.data.finetuning.example_files import ExampleFiles
 from jaxtrain.data.finetuning.examples import Completion, Conversation, Messages, PlainText, parse_example
 from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
 from jaxtrain.data.finetuning.template_fields import unread_of
-from jaxtrain.data.token_cache import TokenizedDocuments, tokenized
+from jaxtrain.data.shards.shard import TokenizedDocuments
+from jaxtrain.data.shards.token_cache import tokenized
 from jaxtrain.errors import UserError
 from jaxtrain.records import report_unread
 
@@ -92,17 +93,18 @@ def encode_labelled(examples: ExampleFiles, texts: ModelTokenizer) -> TokenizedD
       UserError: A text is malformed or refused by the template; the message names its file and line.
     """
 
+    unread: set[str] = set()
+
     def documents() -> Iterator[NDArray[np.integer[Any]]]:
-        unread: set[str] = set()
+        unread.clear()
         parsed = (examples[i] for i in range(len(examples)))
         while batch := [*islice(parsed, _BATCH)]:
             yield from _encode(batch, texts, unread)
-        yield as_document(unread)
 
     key = [_VERSION, *texts.identity(), *examples.identity()]
-    stored = tokenized(key, documents, np.min_scalar_type(texts.size))
-    report_unread(examples.place, names_in(stored[len(stored) - 1]))
-    return TokenizedDocuments(stored.tokens, stored.offsets[:-1])
+    stored = tokenized(key, documents, np.min_scalar_type(texts.size), lambda: {"unread": to_bytes(unread)})
+    report_unread(examples.place, from_bytes(stored.beside["unread"]))
+    return stored
 
 
 def label_names(examples: ExampleFiles) -> tuple[str, ...]:
@@ -152,14 +154,10 @@ def _encode(
     examples: Sequence[LabelledText], texts: ModelTokenizer, unread: set[str]
 ) -> list[NDArray[np.integer[Any]]]:
     """Return the tokens of examples, and add the names of fields that are not read to `unread`."""
-    encodings: dict[int, Any] = {}
-    for is_chat in (True, False):
-        numbers = [i for i, example in enumerate(examples) if isinstance(example.text, str) != is_chat]
-        rendered = [_rendered(examples[i], texts, unread) for i in numbers]
-        # A chat template writes all special tokens.
-        found = texts.encodings(rendered, add_special_tokens=not is_chat) if numbers else []
-        encodings |= zip(numbers, found, strict=True)
-    return [np.array(encodings[i].ids, np.int32) for i in range(len(examples))]
+    rendered = [_rendered(example, texts, unread) for example in examples]
+    # A chat template writes all special tokens.
+    encodings = texts.encodings(rendered, [not isinstance(example.text, str) for example in examples])
+    return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
 
 def _rendered(example: LabelledText, texts: ModelTokenizer, unread: set[str]) -> str:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxtrain.data.files.model_folder import inside, read_text
 from jaxtrain.data.finetuning.chat_template import ChatTemplate
 from jaxtrain.data.finetuning.examples import Message
 from jaxtrain.data.finetuning.tokenizer_settings import CONFIG, NAMED, apply_settings, content_of, read_settings
-from jaxtrain.data.model_folder import inside, read_text
-from jaxtrain.data.tokens import FileTokenizer, Role, Tokens
+from jaxtrain.data.text.tokenizer import FileTokenizer, Role, Tokens
 from jaxtrain.errors import UserError
 from jaxtrain.records import Record
 
@@ -117,20 +117,26 @@ class ModelTokenizer(FileTokenizer):
         text = self.chat_template(tools).render(messages, tools, add_generation_prompt=add_generation_prompt)
         return self.encode(text)
 
-    def encodings(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[Any]:
+    def encodings(self, texts: Sequence[str], are_whole: Sequence[bool]) -> list[Any]:
         """Return the `tokenizers.Encoding` of texts, in several threads.
 
         Args:
           texts: Texts.
-          add_special_tokens: Whether to add the special tokens that the tokenizer puts around a text.
+          are_whole: Whether each has all its special tokens; the tokenizer puts its own around the others.
 
         Raises:
           UserError: The tokenizer fails.
         """
-        try:
-            return list(self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens))
-        except Exception as error:  # tokenizers raises Exception itself
-            raise UserError(f"{self.file} cannot encode {texts[0][:20]!r}… ({error}): fix it") from None
+        encodings: dict[int, Any] = {}
+        for is_whole in (True, False):
+            numbers = [i for i in range(len(texts)) if are_whole[i] == is_whole]
+            alike = [texts[i] for i in numbers]
+            try:
+                found = self._tokenizer.encode_batch(alike, add_special_tokens=not is_whole) if alike else []
+            except Exception as error:  # tokenizers raises Exception itself
+                raise UserError(f"{self.file} cannot encode {alike[0][:20]!r}… ({error}): fix it") from None
+            encodings |= zip(numbers, found, strict=True)
+        return [encodings[i] for i in range(len(texts))]
 
     def decode_all(self, tokens: ArrayLike) -> str:
         """Return the text of the tokens, special ones included."""

@@ -5,10 +5,10 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtrain.data.finetuning.encoded_examples import EncodedExamples, texts_per_example
 from jaxtrain.data.finetuning.examples import PlainText
 from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
-from jaxtrain.data.finetuning.row_summary import counted
+from jaxtrain.data.rows.masked_texts import EncodedExamples
+from jaxtrain.data.rows.row_summary import counted
 
 _SHORT = 16  # an answer of more tokens is not empty
 
@@ -60,7 +60,7 @@ def duplicates(examples: EncodedExamples, others: EncodedExamples) -> int:
 
 
 def _keys(examples: EncodedExamples) -> list[int]:
-    per_example = texts_per_example(examples.kind)
+    per_example = examples.kind.sides
     return [
         hash(tuple(_bytes(examples.coded[i]) for i in range(first, first + per_example)))
         for first in range(0, len(examples), per_example)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxtrain.data.text import split_files, stdlib_files
+from jaxtrain.data.text.text_files import split_files, stdlib_files
 from jaxtrain.errors import UserError
 
 MAX_BYTES = 240

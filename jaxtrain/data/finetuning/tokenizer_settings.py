@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.model_folder import read_json
+from jaxtrain.data.files.model_folder import read_json
 from jaxtrain.errors import UserError
 from jaxtrain.records import Record, disregard, mark_read, report_unread, unread_fields
 

@@ -23,8 +23,8 @@ from jaxtrain.models import (
     save_adapters,
 )
 from jaxtrain.recipes.finetuning.decoder import Decoder, check_decoder
+from jaxtrain.recipes.finetuning.example_rows import HeadRows
 from jaxtrain.recipes.finetuning.head_losses import classification_loss, reward_loss, rewards, weights
-from jaxtrain.recipes.finetuning.head_rows import HeadRows
 from jaxtrain.recipes.finetuning.model import FineTunedModel
 from jaxtrain.recipes.finetuning.settings import FineTuneSettings
 from jaxtrain.recipes.finetuning.zoo_decoder import ZooDecoder

@@ -70,9 +70,10 @@ def test_labelled_texts_have_the_tokens_of_transformers_and_lose_their_end(folde
     assert rows[0]["tokens"].tolist() == expected[0][:-2]
     assert rows[2]["tokens"].tolist() == expected[3] + [pad] * (length - len(expected[3]))
     assert [int(rows[i]["label"]) for i in range(len(rows))] == [1, 0, 1]
+    cut = 2 + len(expected[2]) - length
     assert summary.lines()[1:] == [
-        f"2 of them are longer than a row: {2 + len(expected[2]) - length} tokens are cut off at their end",
-        "1 of them are dropped, with 0 tokens: a text is longer than a row, or has no token",
+        f"2 examples (50.0%) are longer than a row: {cut} tokens ({cut / summary.tokens:.1%}) are cut off at their end",
+        "1 example (25.0%) is dropped, with 0 tokens (0.0%): 1 without a token",
         "labels: bad 1, good 2",
     ]
     page = io.StringIO()

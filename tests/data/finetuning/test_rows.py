@@ -22,7 +22,7 @@ from jaxtrain.data.finetuning import (
     duplicates,
     encode_example,
     encode_examples,
-    masks,
+    loss_masks,
     parse_example,
     preference_rows,
     print_examples,
@@ -175,7 +175,7 @@ def test_examples_are_tokenized_once_and_errors_name_their_line(
     assert len(list((tmp_path / "cache").iterdir())) == 1
     (alone,) = encode_example(read_examples(file)[117], texts)
     assert all((a == b).all() for a, b in zip(first[117], alone, strict=True))
-    monkeypatch.setattr(masks, "_encode", None)
+    monkeypatch.setattr(loss_masks, "_encode", None)
     again = encode_examples(read_examples(file), texts)
     assert (again.coded.tokens == first.coded.tokens).all()
     monkeypatch.undo()

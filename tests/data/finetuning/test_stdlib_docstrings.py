@@ -14,7 +14,7 @@ from jaxtrain.cli import main
 from jaxtrain.data import stdlib_files
 from jaxtrain.data.finetuning import read_examples, split_examples, stdlib_pairs
 from jaxtrain.data.finetuning.stdlib_docstrings import MAX_BYTES, split_pairs
-from jaxtrain.data.text import split_files
+from jaxtrain.data.text.text_files import split_files
 
 SHAPES = '''"""Geometry of plane shapes: areas and lengths."""
 

@@ -1,0 +1,1 @@
+"""Images with labels: arrays in memory, and folders of files."""

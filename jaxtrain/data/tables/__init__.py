@@ -1,0 +1,1 @@
+"""Tables on disk: parquet and Arrow files, saved datasets, and JSON."""

@@ -1,0 +1,1 @@
+"""Text: files, tokenizers, tokenized documents, and built-in texts."""
