@@ -62,20 +62,21 @@ def with_int64(
       UserError: A buffer that changes, or a function of the user, would receive such an integer, where JAX has no
         integers of 64 bits.
     """
+    has_int64 = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
+    for x in graph.inputs:
+        if not has_int64 and x.kind == "state" and holds_int64(constants.get(x.target)):
+            raise refusal(
+                f"buffer {x.target!r} changes and holds integers beyond int32, JAX's widest by default",
+                "hold them in float32, or as a remainder",
+            )
     ranges = ranges_of(graph, constants, inputs)
     wide = {name for name, found in ranges.items() if not fits(found)}
     if not wide and not any(_has_large_number(node) for node in graph.nodes) and not _has_custom(graph):
         return graph
     exact = _read_exactly(graph, wide, ranges)
     nodes = [_replaced(node, exact, ranges, ops) for node in graph.nodes]
-    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
+    if has_int64:
         return replace(graph, nodes=tuple(nodes))
-    for x in graph.inputs:
-        if x.kind == "state" and holds_int64(constants.get(x.target)):
-            raise refusal(
-                f"buffer {x.target!r} changes and holds integers beyond int32, JAX's widest by default",
-                "hold them in float32, or as a remainder",
-            )
     sources = {node.name: node.source for node in graph.nodes}
     for name, ref in graph.state.items():
         if ref.name in exact and not inner:

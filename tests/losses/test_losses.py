@@ -264,6 +264,7 @@ def test_a_common_offset_of_the_logits_does_not_reduce_precision(smoothing):
     assert np.linalg.norm(ours - truth) <= 2 * np.linalg.norm(theirs - truth)
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.14", reason="PyTorch 2.14's clamp has the slope 0 at its bounds")
 def test_the_cosine_loss_has_pytorchs_gradient_at_the_margin():
     a, b = np.array([[1.0, 0.0]]), np.array([[0.0, 2.0]])
     loss = Loss(losses.cosine_embedding, none(F.cosine_embedding_loss), (embeddings, embeddings, signs))

@@ -1,5 +1,6 @@
 """Deliberate bugs are caught and located, and clean cases raise no alarm."""
 
+import io
 import json
 from pathlib import Path
 
@@ -82,7 +83,9 @@ def test_what_is_no_factory_is_refused() -> None:
 
 def test_the_outcomes_are_written_as_json(tmp_path: Path) -> None:
     written = tmp_path / "mutants.json"
-    assert main([MUTANTS["leaky-relu-slope"]], written, Console(quiet=True)) == 0
+    console = Console(file=io.StringIO())
+    assert main([MUTANTS["leaky-relu-slope"]], written, console) == 0
+    assert console.file.getvalue().startswith("leaky-relu-slope caught, located\n")
     expected = json.loads(written.read_text())
     (mutant,) = expected.pop("mutants")
     assert expected == {"caught": 1, "total": 1, "clean_runs": 1, "false_alarms": 0}

@@ -1,5 +1,6 @@
 """Image classification without running statistics."""
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -35,3 +36,19 @@ def test_class_entropy_is_that_of_the_validation_labels(flat: Path) -> None:
 def test_invalid_images_are_refused(recipe: type[ImageRecipe], settings: dict, message: str, flat: Path) -> None:
     with pytest.raises(UserError, match=message):
         recipe(**{"data": flat, **settings}).task()
+
+
+@pytest.mark.parametrize("recipe", [CNNRecipe, MLPRecipe])
+def test_the_exported_inputs_are_those_of_an_example(recipe: type[ImageRecipe]) -> None:
+    task = recipe().task()
+    image = task.validation[0]["image"]
+    assert task.signature is not None
+    inputs = {name: (tuple(x.shape), np.dtype(x.dtype)) for name, x in task.signature.inputs.items()}
+    assert inputs == {"image": (image.shape, image.dtype)}
+
+
+@pytest.mark.parametrize("height", [2, 3])
+@pytest.mark.parametrize("width", [2, 3])
+def test_the_smallest_images_have_3_by_3_pixels(height: int, width: int) -> None:
+    with contextlib.nullcontext() if height == width == 3 else pytest.raises(UserError, match="at least 3×3 pixels"):
+        CNNRecipe().model((height, width, 1))
