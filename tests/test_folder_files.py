@@ -170,8 +170,7 @@ FORBIDDEN = {
 }
 # What is opened there is not a file of a run that another process may have written.
 ALLOWED = {
-    ("report.py", "_PACKAGE"): "the package's own template",
-    ("error_analysis.py", "resources"): "the package's own template",
+    ("report.py", "resources"): "the package's own script",
     ("eval.py", "path.write_text"): "the file that --json names",
     ("lock.py", "os.open(self._path"): "the folder itself, to lock it",
     ("run_folder.py", "os.open(path"): "opened to flush it",
