@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from rich.console import Console
 
 import jaxtrain
+from jaxtrain.cli import nearest
 from jaxtrain.errors import UserError
 from jaxtrain.fields import Count, CountOrZero, Rate, field_errors
 from jaxtrain.flags import Flag, parse, parse_known
@@ -149,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except SystemExit as stop:  # of --help
         return int(stop.code or 0)
-    return _answer(options, flags)
+    return _answer(_COMMANDS[args[0]][1], options, flags)
 
 
 def _print_commands() -> None:
@@ -168,9 +169,7 @@ def _parsed(args: Sequence[str]) -> tuple[Any, list[str]]:
     """
     name, *words = args
     if name not in _COMMANDS:
-        near = difflib.get_close_matches(name, _COMMANDS, n=1, cutoff=0.5)
-        hint = f", did you mean {near[0]!r}" if near else ""
-        raise UserError(f"no command {name!r}{hint}: choose one of list, {', '.join(_COMMANDS)}")
+        raise UserError(f"no command {name!r}{nearest(name, [*_COMMANDS])}: choose one of list, {', '.join(_COMMANDS)}")
     kind, prog = _COMMANDS[name][0], f"parity {name}"
     if {"-h", "--help"} & {*words}:
         parse(kind(), words, prog)
@@ -192,7 +191,7 @@ def _named(options: Any) -> tuple[str, ...]:
     return options.cases if isinstance(options, Run) else (options.case,) if hasattr(options, "case") else ()
 
 
-def _answer(options: Any, flags: list[str]) -> int:
+def _answer(command: Callable[..., int], options: Any, flags: list[str]) -> int:
     """Run a command; report a mistake of the user in one line."""
     # A pipe has no width, and a table folded to a guessed width is hard to read.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
@@ -203,7 +202,6 @@ def _answer(options: Any, flags: list[str]) -> int:
     if options.debug:
         logging.basicConfig(level=logging.INFO)
     try:
-        command = next(command for kind, command in _COMMANDS.values() if kind is type(options))
         return command(options, flags, console)
     except UserError as error:
         if options.debug:

@@ -165,7 +165,7 @@ def _selected(fn: Callable[..., Any], node: Node, places: Sequence[int]) -> Call
 
 
 def _without_defaults(name: str, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Expr]:
-    """Return the call with the arguments that differ from their defaults, options by name; none without names."""
+    """Return the call without arguments that are the defaults, options by name; nothing if the names do not fit."""
     parameters = inspect.signature(function).parameters
     if len(args) > len(parameters) or not kwargs.keys() <= parameters.keys():
         return []
