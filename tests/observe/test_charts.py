@@ -19,7 +19,8 @@ def with_numbers(record: Record, numbers: dict) -> Record:
     return replace(record, metrics=[LogLine.from_json({**line.to_json(), **numbers}) for line in record.metrics])
 
 
-values = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=60)
+# No mean of the smallest floats is near them: half of 5e-324 is 0.
+values = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6, allow_subnormal=False)), min_size=1, max_size=60)
 
 
 @given(values, st.integers(2, 20))
