@@ -1,11 +1,11 @@
 """Plant bugs of one line all over the sources, and ask which law sees each: `python -m tests.mutation`.
 
 What is measured is whether the laws of its area see a bug within a minute. The bug is planted in a copy of the
-repository. The laws that executed its line run first, of those that the tier of continuous integration draws of this
-commit; then all other cases of laws, those of the nearest files by the graph of imports first, of each file the quickest
-first, and of each test one case before another. A mutant is killed by a law that fails, and passes without it. It
-survives if all pass that the time holds; "timeout" is a law that takes longer than all the time that is left. A survivor
-is a missing law, or no bug: a program that computes the same, a message, a matter of speed.
+repository. The laws that executed its line run first, of those that continuous integration draws of this commit; then
+all other cases of laws, those of the nearest files by the graph of imports first, of each file the quickest first, and
+of each test one case before another. A mutant is killed by a law that fails, and passes without it. It survives if all
+pass that the time holds; "timeout" is a law that takes longer than all the time that is left. A survivor is a missing
+law, or no bug: a program that computes the same, a message, a matter of speed.
 """
 
 import argparse
@@ -129,6 +129,7 @@ def killer(root: Path, mutant: Mutant, laws: Mapping[str, float], seconds: float
         process.start()
         process.join(seconds)
         if process.is_alive():
+            assert process.pid is not None
             os.killpg(process.pid, signal.SIGKILL)
             process.join()
             return "timeout"
