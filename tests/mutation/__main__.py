@@ -2,11 +2,11 @@
 
 What is measured is whether the laws of its area see a bug within a minute. The bug is planted in a copy of the
 repository. The laws that executed its line run first, of those that continuous integration draws of this commit; then
-other cases of these tests; then those of tests that executed another line of the file; then all others, those of the
-nearest files by the graph of imports first. Of each group the quickest run first, and of each test one case before
-another. A mutant is killed by a law that fails, and passes without it. It survives if all pass that the time holds;
-"timeout" is a law that takes longer than all the time that is left. A survivor is a missing law, or no bug: a program
-that computes the same, a message, a matter of speed.
+other cases of these tests; then those of tests that executed another line of the file, the nearest line first; then all
+others, those of the nearest files by the graph of imports first. Of each group the quickest run first, and of each test
+one case before another. A mutant is killed by a law that fails, and passes without it. It survives if all pass that the
+time holds; "timeout" is a law that takes longer than all the time that is left. A survivor is a missing law, or no bug:
+a program that computes the same, a message, a matter of speed.
 """
 
 import argparse
@@ -188,23 +188,18 @@ def laws_of(
     nearness, executed = distances([mutant.file]), defaultdict[str, set[int]](set)
     for law, files in reach.items():
         executed[function_of(law)].update(files.get(mutant.file, ()))
-    order: dict[tuple[int, bool], dict[str, list[tuple[float, str]]]] = defaultdict(lambda: defaultdict(list))
+    order: dict[tuple[bool, int, int], dict[str, list[tuple[float, str]]]] = defaultdict(lambda: defaultdict(list))
     for law, files in reach.items():
-        of_test = executed[function_of(law)]
-        if mutant.line in files.get(mutant.file, ()):
-            near = -3
-        elif of_test:
-            near = -2 if mutant.line in of_test else -1
-        elif file_of(law) in nearness:
-            near = nearness[file_of(law)]
-        else:
-            continue
-        order[near, bool(files)][function_of(law)].append((seconds.get(law, SHORT / 3), law))
+        lines, far = executed[function_of(law)], nearness.get(file_of(law))
+        if lines or far is not None:
+            apart = min((abs(line - mutant.line) for line in lines), default=far or 0)
+            drawn = 0 if mutant.line in files.get(mutant.file, ()) else 2 if files else 1
+            order[not lines, apart, drawn][function_of(law)].append((seconds.get(law, SHORT / 3), law))
     chosen: dict[str, float] = {}
     for near in sorted(order):
         cases = sorted((i, *case) for test in order[near].values() for i, case in enumerate(sorted(test)))
         for _, took, law in cases:
-            if not chosen or sum(chosen.values()) + took <= budget:
+            if sum(chosen.values()) + took <= budget:
                 chosen[law] = took
     return chosen
 
