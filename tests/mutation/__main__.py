@@ -5,8 +5,8 @@ repository. The laws that executed its line run first, of those that continuous 
 other cases of these tests; then those of tests that executed another line of the file, the nearest line first; then all
 others, those of the nearest files by the graph of imports first. Of each group the quickest run first, and of each test
 one case before another. A mutant is killed by a law that fails, and passes without it. It survives if all pass that the
-time holds; "timeout" is a law that takes longer than all the time that is left. A survivor is a missing law, or no bug:
-a program that computes the same, a message, a matter of speed.
+time holds; "timeout" is a first law that takes all of it. A survivor is a missing law, or no bug: a program that
+computes the same, a message, a matter of speed.
 """
 
 import argparse
@@ -70,11 +70,11 @@ def planted(count: int, folders: Sequence[str], seed: str) -> list[Mutant]:
 
 
 class _Laws:
-    """A pytest plugin that runs laws in their order while the time holds them, and has the first that fails."""
+    """A pytest plugin that runs laws in their order while the time holds them, and writes the first that fails."""
 
-    def __init__(self, laws: Mapping[str, float], end: float) -> None:
-        self._laws, self._end = laws, end
-        self.failed: list[str] = []
+    def __init__(self, laws: Mapping[str, float], end: float, path: Path) -> None:
+        self._laws, self._end, self._path = laws, end, path
+        self.failed = ""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -87,15 +87,17 @@ class _Laws:
             pytest.skip("no time")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self.failed.append(report.nodeid)
+        self.pytest_collectreport(report)
+        if report.when == "teardown":
+            self._path.write_text(self.failed)
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self.failed.append(report.nodeid)
+    def pytest_collectreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        # A module that cannot be imported any more fails before a test runs.
+        if report.failed and not self.failed:
+            self.failed = report.nodeid
 
 
-def _run(root: Path, laws: Mapping[str, float], end: float, path: str) -> None:
+def _run(root: Path, laws: Mapping[str, float], end: float, path: Path) -> None:
     """Run laws on the repository in root, and write the first that fails."""
     os.setsid()
     os.chdir(root)
@@ -103,7 +105,7 @@ def _run(root: Path, laws: Mapping[str, float], end: float, path: str) -> None:
     os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     sys.dont_write_bytecode = True
     _forget(*FOLDERS, "conftest")
-    plugin, status = _Laws(laws, end), pytest.ExitCode.OK
+    plugin, status = _Laws(laws, end, path), pytest.ExitCode.OK
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         # To rewrite assertions, pytest would read the modules of parity, which has a plugin of it, itself.
@@ -111,9 +113,7 @@ def _run(root: Path, laws: Mapping[str, float], end: float, path: str) -> None:
         for some in itertools.batched(laws, _TOGETHER):  # type: ignore[attr-defined]  # importing the files of all laws would take the time
             if time.monotonic() < end and not plugin.failed and status in _PASSED:
                 status = pytest.ExitCode(pytest.main([*options, *some], plugins=[plugin]))
-    # A module that cannot be imported any more fails before a test runs.
-    found = plugin.failed[0] if plugin.failed else "" if status in _PASSED else f"exit status {int(status)}"
-    Path(path).write_text(found)
+    path.write_text(plugin.failed if plugin.failed or status in _PASSED else f"exit status {int(status)}")
 
 
 _TOGETHER = 12
@@ -121,7 +121,7 @@ _PASSED = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 def killer(root: Path, mutant: Mutant, laws: Mapping[str, float], seconds: float) -> str:
-    """Return the law that fails, "timeout" if one takes too long, or "" if all pass.
+    """Return the law that fails, "timeout" if the first takes all the time, or "" if those pass that it holds.
 
     Args:
       root: A copy of the repository, in which the mutant is planted meanwhile: other processes that laws start have it.
@@ -132,16 +132,16 @@ def killer(root: Path, mutant: Mutant, laws: Mapping[str, float], seconds: float
     end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder, _planted(root, mutant):
         path = Path(folder) / "killer"
-        process = multiprocessing.get_context("fork").Process(target=_run, args=(root, laws, end, str(path)))
+        process = multiprocessing.get_context("fork").Process(target=_run, args=(root, laws, end, path))
         process.start()
         process.join(seconds)
         if process.is_alive():
             assert process.pid is not None
             os.killpg(process.pid, signal.SIGKILL)
             process.join()
-            return "timeout"
-        # A mutant that ends the process is seen as well.
-        return path.read_text() if path.exists() else f"exit code {process.exitcode}"
+        elif process.exitcode:  # a mutant that ends the process is seen as well
+            return f"exit code {process.exitcode}"
+        return path.read_text() if path.exists() else "timeout"
 
 
 def fails_without(root: Path, mutant: Mutant, law: str, seconds: float) -> bool:
