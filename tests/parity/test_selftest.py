@@ -21,6 +21,7 @@ import jaxtrain.step.loss_scale
 import jaxtrain.step.step
 from jaxtrain.passes import remat
 from jaxtrain.passes.policies import POLICIES
+from jaxtrain.step import Loss
 from parity import selftest
 from parity.cli import main
 from parity.record import Record, Snapshot
@@ -114,6 +115,14 @@ def test_half_of_the_hidden_values_are_dropped_if_there_is_a_key() -> None:
     assert whole.total / whole.weight == pytest.approx(step.WIDTH**2)
     # Half of the values are kept: the mean of a binomial number's square.
     assert dropped.total / dropped.weight == pytest.approx(step.WIDTH**2 / 4 + step.WIDTH / 4, rel=0.1)
+
+
+def test_updates_are_changes_of_the_parameters() -> None:
+    # Their distances are relative to the changes, not to the parameters.
+    batch = {"x": np.array([1.0, 2.0, 5.0]), "weight": np.ones(3)}
+    loss_fn = lambda params, batch, rng: (Loss((params["w"] * batch["x"]).sum(), batch["weight"].sum()), {})  # noqa: E731
+    changes, _ = step._update(loss_fn, {"w": np.full((), 1000.0)}, batch)
+    assert changes["w"] == pytest.approx(-8 / 3, rel=1e-12)
 
 
 # The command.
