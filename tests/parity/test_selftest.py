@@ -328,6 +328,9 @@ def test_a_run_is_judged_by_pytorchs_distance_to_the_float64_run(monkeypatch: py
     assert failed(found(gpt2.precision)) == set()
     monkeypatch.setattr(jax_side, "run", run_off_by(6.0, 1.0, 1.0))
     assert failed(found(gpt2.precision)) == {"GPT-2, bf16, 5 steps", "GPT-2, fp16, 5 steps"}
+    for off in ((1.0, 2.1, 1.0), (1.0, 1.0, 2.1)):
+        monkeypatch.setattr(jax_side, "run", run_off_by(*off))
+        assert failed(found(gpt2.precision)) == {f"GPT-2, {low}, 5 steps" for low in gpt2.LOW}
     monkeypatch.setattr(jax_side, "run", run_off_by(np.nan))
     assert len(failed(found(gpt2.precision))) == 5
 
