@@ -78,6 +78,7 @@ def served(monkeypatch):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
+        assert (answer.getheader("Content-Type") is None) == (answer.status == 304)
         return answer.status, answer.read().decode(), answer.getheader("ETag")
 
     yield folder, port, ask
