@@ -51,7 +51,8 @@ class Calls:
         expected = outputs(getattr(getattr(torch.ops.aten, packet), overload), others, tensors)
         differentiable = [i for i, y in enumerate(expected) if y.requires_grad]
         weights = [normal(*expected[i].shape, seed=1) for i in differentiable]
-        gradients = torch.autograd.grad([expected[i] for i in differentiable], tensors, weights, allow_unused=True)
+        trained_outputs = [expected[i] for i in differentiable]
+        gradients = torch.autograd.grad(trained_outputs, tensors, weights, allow_unused=True) if tensors else ()
         arrays = [np.asarray(x) if isinstance(x, torch.Tensor | np.ndarray) else x for x in leaves]
         arrays = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays]
 
@@ -187,6 +188,19 @@ def test_windows_of_maxima() -> None:
     for kernel, dilation, ceil in ((2, 1, True), (3, 2, False), (3, 2, True)):
         calls.add("max_pool2d_with_indices.default", x, [kernel, 2], [1, 3], 1, dilation, ceil)
     calls.add("adaptive_max_pool2d.default", x, (5, 4))
+    calls.check()
+
+
+def test_histograms() -> None:
+    calls, x = Calls(), normal(4, 9)
+    for values, bins, low, high in (
+        (x, 5, 0, 0),
+        (x + 10, 7, 0, 0),
+        (x - 10, 4, -11, -9),
+        (x, 3, 1, 1),
+        (x * 0, 4, 0, 0),
+    ):
+        calls.add("histc.default", values.numpy(), bins, low, high)
     calls.check()
 
 
