@@ -139,13 +139,13 @@ def _of_expression(expression: Expression, ours: Any, exempt: Callable[[str], bo
         name=first.function,
         torch=partial(torch_optimizer, expression, exempt),
         jax=ours,
-        moments=_moments(expression, ours, params_like),
+        moments=moments_of(expression, ours, params_like),
         scheduler=torch_scheduler(rate) if isinstance(rate, Call) else None,
         by_path=True,
     )
 
 
-def _moments(expression: Expression, ours: optax.GradientTransformation, params_like: Any) -> dict[str, str]:
+def moments_of(expression: Expression, ours: optax.GradientTransformation, params_like: Any) -> dict[str, str]:
     """Return PyTorch's names of the moments that have the shapes of the parameters, of one group."""
     # Those of Rprop and Adafactor start from other numbers than zero, also those of frozen parameters.
     if not isinstance(expression, Call) or expression.function in ("adafactor", "rprop"):
