@@ -1,10 +1,13 @@
 """`jaxtrain port SCRIPT`: a PyTorch training script, unmodified, as a recipe that is proved to be the same run."""
 
+import os
+import shutil
 import sys
-import time
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 from jaxtrain.errors import UserError
 from jaxtrain.fields import Count
@@ -46,3 +49,91 @@ def _split(args: list[str]) -> tuple[list[str], str | None, list[str]]:
     while i < len(args) and args[i].startswith("-"):
         i += 1 if "=" in args[i] or args[i] in ("-h", "--help") else 2
     return args[:i], args[i] if i < len(args) else None, args[i + 1 :]
+
+
+def _port(options: Port, script: Path, args: Sequence[str]) -> int:
+    """Record, understand, write and prove."""
+    from jaxtrain.port.data import keep_loaders
+    from jaxtrain.port.rerun import check_rerun
+    from jaxtrain.port.script import record
+    from jaxtrain.port.understand import understood
+    from jaxtrain.port.write import ported, write
+
+    _say("recording", f"{script}, {options.updates} updates; what it prints follows")
+    recording = record(script, args, options.updates)
+    keep_loaders(script, args, [found.loader for found in recording.loaders])
+    training = understood(recording)
+    for name, text in _found(training):
+        _say(name, text)
+    check_rerun(training)
+    _say("rerun", "losses, gradients and parameters again from the recorded calls: the bits of the script")
+    result = ported(training)
+    options.out.resolve().parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".port-", dir=options.out.resolve().parent))
+    try:
+        written = write(result, script, args, folder)
+        passed, verdict = _proved(result, folder, script.stem)
+        written.append(folder / "proof.html")
+        if options.out.exists():
+            options.out.rmdir()
+        os.replace(folder, options.out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    for name, text in verdict:
+        _say(name, text)
+    _say("wrote", "  ".join(str(options.out / file.name) for file in written))
+    run = f"{options.out / 'run.py'}::Run"
+    _say("next", f"jaxtrain train {run}        jaxtrain plan {run} --device h100")
+    return 0 if passed else 1
+
+
+def _say(name: str, text: str) -> None:
+    print(f"{name:<10} {text}", flush=True)
+
+
+def _found(training: Any) -> Iterator[tuple[str, str]]:
+    """Yield what was found, as (name, line)."""
+    backward, _ = training.programs[0]
+    count = sum(p.numel() for p in training.parameters().values())
+    updates, shapes = len(training.recording.updates), len(training.programs)
+    calls = f"{len(backward.program.calls)} calls of functions and modules"
+    yield "recorded", f"{updates} updates: one program of {calls}, {count:,} parameters; {shapes} batch shape{'s' * (shapes > 1)}"
+    optimizer = training.optimizer
+    parts = [
+        *(type(part).__name__ for part in training.modules.values()),
+        f"{type(optimizer).__name__} lr {training.recording.updates[0].settings[0]['lr']:g}",
+        *([] if training.scheduler is None else [f"{type(training.scheduler).__name__} by {'epoch' if training.is_by_epoch else 'update'}"]),
+        *([f"autocast {str(training.autocast).removeprefix('torch.')}"] if training.autocast else []),
+        *(["GradScaler"] if training.is_scaled else []),
+        *([f"accumulate {training.accumulate}"] if training.accumulate > 1 else []),
+        *([f"{training.clip.function.strip('_')} {training.clip.bound:g}"] if training.clip else []),
+    ]
+    yield "found", " · ".join(parts)
+    reads = dict.fromkeys(line for update in training.recording.updates for b in update.backwards for line in b.reads)
+    for line in reads:
+        yield "seen", f"a value of a tensor is read ({Path(line.file).name}:{line.number}); no update depends on it"
+
+
+def _proved(result: Any, folder: Path, name: str) -> tuple[bool, list[tuple[str, str]]]:
+    """Compare the written files with PyTorch, write `proof.html`, and return whether they are equal, with lines."""
+    from parity.cases.ported import ported_case
+    from parity.attestation import environment
+    from parity.report import Result
+    from parity.report.page import write_page
+    from parity.report.page_case import page_case
+    from parity.run import examine
+    from parity.settings import settings_of
+
+    case = ported_case(result, folder, name)
+    examination = examine(case, "fp64")
+    if not examination.verdict.passed:
+        examination = examine(case, "fp64", locate=True)
+    verdict = examination.verdict
+    write_page(folder / "proof.html", environment(), [page_case(Result(case, "fp64", settings_of(case), examination))])
+    distances = f"losses {verdict.loss_rel:.0e}, gradients {verdict.grad_rel_max:.0e}, parameters {verdict.param_rel_max:.0e}"
+    steps = case.settings["steps"]
+    lines = [("proof", f"{steps} updates in float64: {distances}        {'equal' if verdict.passed else 'NOT EQUAL'}")]
+    lines += [("", fault) for fault in verdict.faults]
+    if (found := verdict.first_divergence) is not None:
+        lines.append(("", f"first at {found}"))
+    return verdict.passed, lines

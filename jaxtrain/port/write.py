@@ -98,7 +98,7 @@ def write(result: Ported, script: Path, args: Sequence[str], folder: Path) -> li
     from safetensors.flax import save_file
 
     text = recipe_source(result, script, args)
-    written = result.model.save_source(folder / "model.py")
+    written = result.model.save_source(folder / "model.py", evaluation=not result.model.draws_in_evaluation)
     if result.model.state is not None:
         save_file({name: jnp.asarray(x) for name, x in result.model.state.items()}, folder / "state.safetensors")
         written.append(folder / "state.safetensors")

@@ -243,12 +243,18 @@ class ImportedModel(GraphModel):
         """
         return self._source()[0]
 
-    def save_source(self, path: str | Path) -> list[Path]:
+    @property
+    def draws_in_evaluation(self) -> bool:
+        """Whether the module draws random numbers in evaluation mode."""
+        return first_draw(self._capture(self.params, self.example, train=False).graph) is not None
+
+    def save_source(self, path: str | Path, *, evaluation: bool = True) -> list[Path]:
         """Write `source` to a file, and the arrays that go with it to its folder.
 
         Args:
           path: The file. `params.safetensors` beside it holds the parameters, as in `params`, and
             `buffers.safetensors` the buffers that the source reads, if there are any.
+          evaluation: Whether the model has an evaluation mode; without one it needs a key.
 
         Returns:
           The written files.
@@ -259,7 +265,7 @@ class ImportedModel(GraphModel):
         from safetensors.flax import save_file
 
         self._require_weights()
-        text, buffers = self._source()
+        text, buffers = self._source(evaluation)
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -268,8 +274,8 @@ class ImportedModel(GraphModel):
             save_file(jax.tree.map(jnp.asarray, tensors), path.with_name(f"{name}.safetensors"))
         return [path, *(path.with_name(f"{name}.safetensors") for name in arrays)]
 
-    def _source(self) -> tuple[str, dict[str, jax.Array]]:
-        """Return the source with the buffers that it reads."""
+    def _source(self, has_evaluation: bool = True) -> tuple[str, dict[str, jax.Array]]:
+        """Return the source, with or without an evaluation mode, and the buffers that it reads."""
         from jaxtrain.torch_import.source import source_of
 
         keys = [self._key(self.params, self.example, train=train) for train in (True, False)]
@@ -278,7 +284,7 @@ class ImportedModel(GraphModel):
         def model(params: Params, batch: Any, rng: jax.Array | None, state: Params | None) -> Any:
             return self._run(train if rng is not None else evaluation, params, batch, rng, state)
 
-        if node := first_draw(evaluation.graph):
+        if has_evaluation and (node := first_draw(evaluation.graph)):
             raise refusal(
                 "the module draws random numbers in evaluation, which its source would not",
                 "keep the imported model, and pass it a key with train=False",
@@ -286,7 +292,7 @@ class ImportedModel(GraphModel):
             )
         return source_of(
             type(self._structure.module).__name__,
-            *(*written, *evaluated),
+            *(*written, *(evaluated if has_evaluation else [None])),
             model=model,
             batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), self.example),
             classes={name: type(part) for name, part in self._structure.module.named_modules()},

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import torch
 
+from jaxtrain.cost import flops
 from jaxtrain.port.rerun import set_start
 from jaxtrain.port.write import Ported
 from jaxtrain.runner import frozen, optimizer_expression, recipe_optimizer
@@ -74,7 +75,16 @@ def ported_case(result: Ported, folder: Path, name: str) -> Case:
         settings={"accumulate": recipe.accumulate, "steps": len(training.recording.updates)},
         precision=recipe.precision,
         module=result.module,
+        is_large=flops(task.loss_fn, shapes.params, windows[0], jax.random.key(0), *_state(shapes)) > _LARGE,
     )
+
+
+_LARGE = 10**8
+"""FLOPs of a loss whose program is worth optimizing."""
+
+
+def _state(shapes: Any) -> list[Any]:
+    return [] if shapes.model_state is None else [shapes.model_state]
 
 
 def shortened(recipe: Recipe, training: Any) -> Recipe:
