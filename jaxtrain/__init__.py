@@ -34,6 +34,7 @@ The map of the package. Each line may import only from the lines above it (`test
     runner                  fit: loop, checkpoints, guards, signals
     planning                what fits in memory; scaling over devices
     export                  ONNX, StableHLO, Hugging Face, PyTorch
+    port                    a PyTorch training script, unmodified, as a recipe
     cli                     the commands
 
 Public names are imported on first use, so that the commands start quickly.

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.errors import UserError
-from jaxtrain.fields import Count
+from jaxtrain.fields import Count, field_errors
 from jaxtrain.flags import parse
 
 COMMAND = "jaxtrain port [--updates N] [--out DIR] SCRIPT [the script's own arguments]"
@@ -33,6 +32,8 @@ def main(args: list[str]) -> int:
     """Record, understand, write, prove; print what was found."""
     flags, script, own = _split(args)
     options = parse(Port(), flags, COMMAND.removesuffix(" SCRIPT [the script's own arguments]"))
+    if errors := field_errors(options):
+        raise UserError(errors[0])
     if script is None:
         raise UserError(f"a script is required: {COMMAND}")
     path = Path(script)
@@ -58,6 +59,7 @@ def _port(options: Port, script: Path, args: Sequence[str]) -> int:
     from jaxtrain.port.script import record
     from jaxtrain.port.understand import understood
     from jaxtrain.port.write import ported, write
+    from parity.ported import prove  # parity is above jaxtrain, for those who have it
 
     _say("recording", f"{script}, {options.updates} updates; what it prints follows")
     recording = record(script, args, options.updates)
@@ -72,19 +74,19 @@ def _port(options: Port, script: Path, args: Sequence[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix=".port-", dir=options.out.resolve().parent))
     try:
         written = write(result, script, args, folder)
-        passed, verdict = _proved(result, folder, script.stem)
+        proof = prove(result, folder, script.stem)
         written.append(folder / "proof.html")
         if options.out.exists():
             options.out.rmdir()
         os.replace(folder, options.out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for name, text in verdict:
+    for name, text in zip(["proof", *[""] * len(proof.lines)], proof.lines, strict=False):
         _say(name, text)
     _say("wrote", "  ".join(str(options.out / file.name) for file in written))
     run = f"{options.out / 'run.py'}::Run"
     _say("next", f"jaxtrain train {run}        jaxtrain plan {run} --device h100")
-    return 0 if passed else 1
+    return 0 if proof.passed else 1
 
 
 def _say(name: str, text: str) -> None:
@@ -97,12 +99,19 @@ def _found(training: Any) -> Iterator[tuple[str, str]]:
     count = sum(p.numel() for p in training.parameters().values())
     updates, shapes = len(training.recording.updates), len(training.programs)
     calls = f"{len(backward.program.calls)} calls of functions and modules"
-    yield "recorded", f"{updates} updates: one program of {calls}, {count:,} parameters; {shapes} batch shape{'s' * (shapes > 1)}"
+    yield (
+        "recorded",
+        f"{updates} updates: one program of {calls}, {count:,} parameters; {shapes} batch shape{'s' * (shapes > 1)}",
+    )
     optimizer = training.optimizer
     parts = [
         *(type(part).__name__ for part in training.modules.values()),
         f"{type(optimizer).__name__} lr {training.recording.updates[0].settings[0]['lr']:g}",
-        *([] if training.scheduler is None else [f"{type(training.scheduler).__name__} by {'epoch' if training.is_by_epoch else 'update'}"]),
+        *(
+            []
+            if training.scheduler is None
+            else [f"{type(training.scheduler).__name__} by {'epoch' if training.is_by_epoch else 'update'}"]
+        ),
         *([f"autocast {str(training.autocast).removeprefix('torch.')}"] if training.autocast else []),
         *(["GradScaler"] if training.is_scaled else []),
         *([f"accumulate {training.accumulate}"] if training.accumulate > 1 else []),
@@ -112,28 +121,3 @@ def _found(training: Any) -> Iterator[tuple[str, str]]:
     reads = dict.fromkeys(line for update in training.recording.updates for b in update.backwards for line in b.reads)
     for line in reads:
         yield "seen", f"a value of a tensor is read ({Path(line.file).name}:{line.number}); no update depends on it"
-
-
-def _proved(result: Any, folder: Path, name: str) -> tuple[bool, list[tuple[str, str]]]:
-    """Compare the written files with PyTorch, write `proof.html`, and return whether they are equal, with lines."""
-    from parity.cases.ported import ported_case
-    from parity.attestation import environment
-    from parity.report import Result
-    from parity.report.page import write_page
-    from parity.report.page_case import page_case
-    from parity.run import examine
-    from parity.settings import settings_of
-
-    case = ported_case(result, folder, name)
-    examination = examine(case, "fp64")
-    if not examination.verdict.passed:
-        examination = examine(case, "fp64", locate=True)
-    verdict = examination.verdict
-    write_page(folder / "proof.html", environment(), [page_case(Result(case, "fp64", settings_of(case), examination))])
-    distances = f"losses {verdict.loss_rel:.0e}, gradients {verdict.grad_rel_max:.0e}, parameters {verdict.param_rel_max:.0e}"
-    steps = case.settings["steps"]
-    lines = [("proof", f"{steps} updates in float64: {distances}        {'equal' if verdict.passed else 'NOT EQUAL'}")]
-    lines += [("", fault) for fault in verdict.faults]
-    if (found := verdict.first_divergence) is not None:
-        lines.append(("", f"first at {found}"))
-    return verdict.passed, lines

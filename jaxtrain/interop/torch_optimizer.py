@@ -174,7 +174,9 @@ def from_torch(
     return build_expression(live_expression(optimizer, scheduler, model=model, names=names), OPTIMIZERS, {})
 
 
-def live_expression(optimizer: Any, scheduler: Any = None, *, model: Any = None, names: Names | None = None) -> Expression:
+def live_expression(
+    optimizer: Any, scheduler: Any = None, *, model: Any = None, names: Names | None = None
+) -> Expression:
     """Convert a PyTorch optimizer and its scheduler to an expression of our functions, as `from_torch` does.
 
     Args:

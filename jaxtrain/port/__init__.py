@@ -14,14 +14,26 @@ data        the script's own DataLoader, for the recipe
 Only this file and `data` are imported by the files that are written; the others need PyTorch.
 """
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from jaxtrain.port.data import ScriptRows, script_loader
+from jaxtrain.torch_import import pytorchs_promotion
 from jaxtrain.user_file import import_file
 
-__all__ = ["ScriptRows", "arrays", "script_loader", "source"]
+__all__ = [
+    "ScriptRows",
+    "arrays",
+    "data",
+    "model",
+    "rerun",
+    "script",
+    "script_loader",
+    "understand",
+    "write",
+]
 
 
 def arrays(path: Path) -> dict[str, Any]:
@@ -36,10 +48,17 @@ def arrays(path: Path) -> dict[str, Any]:
     return found
 
 
-def source(path: Path) -> ModuleType:
-    """Import a Python file that was written beside a recipe.
+def model(path: Path) -> Callable[..., Any]:
+    """Return the function `model` of a file beside a recipe, with PyTorch's broadcasting and promotion.
 
     Args:
       path: The file.
     """
-    return import_file(path)
+    function = import_file(path).model
+
+    @functools.wraps(function)
+    def promoted(*args: Any, **kwargs: Any) -> Any:
+        with pytorchs_promotion():
+            return function(*args, **kwargs)
+
+    return promoted

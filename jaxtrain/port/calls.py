@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jaxtrain.torch_import.graph import Line
+from jaxtrain.torch_import import Line
 
 Step = tuple[str, Any]
 """A step into a structure: ("item", key) or ("attribute", name)."""
@@ -140,9 +140,8 @@ def needed(calls: Sequence[Call], loss: Value, storage: Callable[[Value], int]) 
         made = {value for _, value in call.results}
         if not made.isdisjoint(wanted) or any(storage(value) in memory for value in call.writes):
             kept.append(call)
-            read = {*call.reads()}
-            wanted |= read
-            memory |= {storage(value) for value in read}
+            wanted.update(call.reads())
+            memory.update(map(storage, call.reads()))
     kept.reverse()
     made = {value for call in kept for _, value in call.results}
     read = dict.fromkeys(value for call in kept for value in call.reads())

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data import tensor_to_numpy
-from jaxtrain.data.reading.torch_loader import RandomStates
+from jaxtrain.data import RandomStates, tensor_to_numpy
 from jaxtrain.errors import UserError
 
 _MADE: dict[tuple[Path, tuple[str, ...]], list[Any]] = {}
@@ -16,8 +15,8 @@ _MADE: dict[tuple[Path, tuple[str, ...]], list[Any]] = {}
 def script_loader(script: Path | str, args: Sequence[str], number: int) -> Any:
     """Return a DataLoader of a PyTorch script, by running the script until it begins to train.
 
-    The script is imported from where it is and runs with its arguments, as by `python SCRIPT`, up to its first pass over
-    that loader. What it prints until then is left out.
+    The script runs from where it is with its arguments, as by `python SCRIPT`, up to its first pass over that loader.
+    What it prints until then is left out.
 
     Args:
       script: The script.

@@ -12,8 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from jaxtrain.port.calls import Ambient, Call, Program, Value, needed, tensors_in, with_values
-from jaxtrain.torch_import.graph import Line
-from jaxtrain.torch_import.refusals import is_internal
+from jaxtrain.torch_import import Line, is_internal
 
 READING = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"})
 """Methods of a tensor by which Python sees its values."""
@@ -95,7 +94,7 @@ class Recorder(TorchFunctionMode):
         with self.inside():
             given = [x for _, x in tensors_in((args, kwargs))]
             versions = [_version(x) for x in given]
-            values = with_values((tuple(args), dict(kwargs)), self.value)
+            positional, named = with_values((tuple(args), dict(kwargs)), self.value)
             before, ambient = torch.get_rng_state(), _ambient()
             result = function(*args, **kwargs)
             found = [(path, x) for path, x in tensors_in(result) if id(x) not in self._numbers]
@@ -103,7 +102,7 @@ class Recorder(TorchFunctionMode):
             random = None if torch.equal(before, torch.get_rng_state()) else before
             if found or writes:
                 results = tuple((path, self.value(x)) for path, x in found)
-                self.calls.append(Call(function, *values, results, writes, ambient, line, random))
+                self.calls.append(Call(function, positional, named, results, writes, ambient, line, random))
         return result
 
     def variables(self) -> Iterator[dict[str, Any]]:
@@ -137,9 +136,7 @@ def _ambient() -> Ambient:
     return Ambient(torch.is_grad_enabled(), regions[0] if regions else None)
 
 
-def recorded_calls(
-    recorder: Recorder, before_module: Callable[[torch.nn.Module], None]
-) -> list[tuple[Any, str, Any]]:
+def recorded_calls(recorder: Recorder, before_module: Callable[[torch.nn.Module], None]) -> list[tuple[Any, str, Any]]:
     """Return the replacements, as (owner, name, function), by which calls are recorded that are no functions.
 
     These are calls of modules and of `torch.autograd.Function`.

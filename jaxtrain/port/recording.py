@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jaxtrain.port.calls import Program, Value
-from jaxtrain.torch_import.graph import Line
+from jaxtrain.torch_import import Line
 
 
 class Leaf(NamedTuple):
@@ -117,6 +117,7 @@ class Recording:
 
     Attributes:
       updates: Its updates.
+      rest: What it did after the last update.
       loaders: Its DataLoaders, in the order in which they were made.
       optimizers: The lines that made its optimizers.
       schedulers: The lines that made its schedulers.
@@ -128,6 +129,7 @@ class Recording:
     """
 
     updates: list[Update] = field(default_factory=list)
+    rest: Update = field(default_factory=Update)
     loaders: list[Pass] = field(default_factory=list)
     optimizers: dict[int, Line] = field(default_factory=dict)
     schedulers: dict[int, Line] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """A recorded program as a module, which computes it again from its modules, its constants and a batch.
 
-Its `forward` is compiled with the file and the lines of the script, so that errors, traces and written source name them.
+Its `forward` is compiled with the file and the lines of the script, which errors and written source then name.
 """
 
 import ast
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from jaxtrain.port.calls import Call, Program, Step, Value
-from jaxtrain.torch_import.graph import Line
+from jaxtrain.torch_import import Line
 
 CONSTANT = "constant_"
 """Prefix of the buffers of a recorded program's own constants."""
@@ -115,9 +115,9 @@ class _Writer:
             yield self._given("autocast", _Autocast(call.ambient.autocast, enabled=True))
 
     def _callee(self, function: Callable[..., Any]) -> ast.expr:
-        if isinstance(function, torch.nn.Module):
+        if id(function) in self._paths:
             return _attribute(["self", *self._paths[id(function)].split(".")])
-        return self._given(getattr(function, "__name__", "function").strip("_") or "function", function)
+        return self._given(getattr(function, "__name__", type(function).__name__).strip("_") or "function", function)
 
     def _part(self, path: Sequence[Step]) -> ast.expr:
         part: ast.expr = ast.Name("result", ast.Load())

@@ -5,7 +5,9 @@ script. Each must have the bits that it had in the script. So whatever else chan
 the script, which nobody thought of, is found here.
 """
 
+import inspect
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,7 +17,7 @@ from jaxtrain.port.recording import Backward, Clip, Update
 from jaxtrain.port.replay import recorded_module
 from jaxtrain.port.script import digest
 from jaxtrain.port.understand import Training, inputs_of
-from jaxtrain.torch_import.graph import Line
+from jaxtrain.torch_import import Line
 
 
 def check_rerun(training: Training) -> None:
@@ -52,10 +54,11 @@ def check_rerun(training: Training) -> None:
 
 
 def set_start(training: Training) -> None:
-    """Set the parameters and buffers of the script's modules to what they were before its first update."""
+    """Set the script's modules to what they were before its first update, in training mode as they are trained."""
     start = training.recording.start
     with torch.no_grad():
         for part in training.modules.values():
+            part.train()
             for x in (*part.parameters(), *part.buffers()):
                 if id(x) in start:
                     x.copy_(start[id(x)])
@@ -85,7 +88,14 @@ def _new_optimizer(training: Training) -> torch.optim.Optimizer:
         {"params": group["params"], **settings}
         for group, settings in zip(theirs.param_groups, first.settings, strict=True)
     ]
-    optimizer: torch.optim.Optimizer = type(theirs)(groups)  # type: ignore[call-arg]
+    return like(theirs, groups)
+
+
+def like(theirs: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return a new optimizer of the class and with the arguments of another one."""
+    takes = inspect.signature(type(theirs)).parameters
+    arguments = {name: value for name, value in theirs.defaults.items() if name in takes}
+    optimizer: torch.optim.Optimizer = type(theirs)(groups, **arguments)
     return optimizer
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.optim import lr_scheduler
@@ -24,8 +25,7 @@ from jaxtrain.port.calls import Value, tensors_in
 from jaxtrain.port.recorder import Recorder, recorded_calls
 from jaxtrain.port.recording import Backward, Clip, Leaf, Pass, Recording, Update
 from jaxtrain.port.short_passes import short_pass
-from jaxtrain.torch_import.capture.replaced import replaced
-from jaxtrain.torch_import.graph import Line
+from jaxtrain.torch_import import Line
 
 
 class Stop(BaseException):
@@ -41,7 +41,9 @@ def refused(problem: str, line: Line, remedy: str) -> Refused:
     return Refused(f"{problem} ({format_location(line.file, line.number)}): {remedy}")
 
 
-def record(script: Path, args: Sequence[str], updates: int, progress: Callable[[int], None] = lambda _: None) -> Recording:
+def record(
+    script: Path, args: Sequence[str], updates: int, progress: Callable[[int], None] = lambda _: None
+) -> Recording:
     """Run a script until it has made some updates.
 
     Args:
@@ -57,7 +59,7 @@ def record(script: Path, args: Sequence[str], updates: int, progress: Callable[[
       UserError: The script does something that cannot be carried over, or made no update.
     """
     watch = _Watch(str(script.resolve()), updates, progress)
-    watch.recording.is_over = _run(script, args, watch)
+    watch.recording.is_over, watch.recording.rest = _run(script, args, watch), watch.rest
     if not watch.recording.updates:
         raise UserError(f"{script} made no update by an optimizer of PyTorch: give it a training loop that makes one")
     return watch.recording
@@ -97,16 +99,17 @@ def _run(script: Path, args: Sequence[str], watch: "_Watch") -> bool:
 @contextlib.contextmanager
 def _as_main(script: Path, args: Sequence[str]) -> Iterator[None]:
     """Give the script its arguments and its folder, as `python SCRIPT` does."""
-    with replaced(sys, "argv", [str(script), *args]), replaced(sys, "path", [str(script.resolve().parent), *sys.path]):
+    with (
+        mock.patch.object(sys, "argv", [str(script), *args]),
+        mock.patch.object(sys, "path", [str(script.resolve().parent), *sys.path]),
+    ):
         yield
 
 
 class _Watch:
     """Observes a script."""
 
-    def __init__(
-        self, script: str, updates: int, progress: Callable[[int], None], ends_at: int | None = None
-    ) -> None:
+    def __init__(self, script: str, updates: int, progress: Callable[[int], None], ends_at: int | None = None) -> None:
         self.recording, self.recorder = Recording(), Recorder(script)
         self._most, self._progress, self._ends_at = updates, progress, ends_at
         self._update = Update()
@@ -116,6 +119,11 @@ class _Watch:
         self._scaled: dict[int, tuple[torch.Tensor, float]] = {}
         self._unscaled = set[int]()
         self._in_step = contextlib.ExitStack()
+
+    @property
+    def rest(self) -> Update:
+        """What the script has done since the last update."""
+        return self._update
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -127,8 +135,11 @@ class _Watch:
         self.recorder.on_backward = self._backward
         try:
             with contextlib.ExitStack() as patches:
-                for owner, name, function in (*recorded_calls(self.recorder, self._before_module), *self._replacements()):
-                    patches.enter_context(replaced(owner, name, function))
+                for owner, name, function in (
+                    *recorded_calls(self.recorder, self._before_module),
+                    *self._replacements(),
+                ):
+                    patches.enter_context(mock.patch.object(owner, name, function))
                 patches.enter_context(self.recorder)
                 yield
         finally:
@@ -237,7 +248,9 @@ class _Watch:
         elif isinstance(tensors, torch.Tensor):
             self._backward(tensors, *args, **kwargs)
         else:
-            raise refused("torch.autograd.backward of several tensors", self.recorder.line(), "add them, and call backward()")
+            raise refused(
+                "torch.autograd.backward of several tensors", self.recorder.line(), "add them, and call backward()"
+            )
 
     def _program(self, loss: torch.Tensor, scale: float | None, line: Line) -> Backward:
         program = self.recorder.program(loss)
@@ -258,7 +271,8 @@ class _Watch:
 
     def _names(self, tensors: Mapping[Value, torch.Tensor]) -> dict[Value, str]:
         """Return the names of the script's variables that hold tensors, or modules that are called."""
-        found, by_id = {}, {id(x): value for value, x in tensors.items()}
+        found: dict[Value, str] = {}
+        by_id = {id(x): value for value, x in tensors.items()}
         for variables in self.recorder.variables():
             for name, x in variables.items():
                 if id(x) in by_id:
@@ -273,7 +287,9 @@ class _Watch:
         if args[1:] or any(x is not None for x in kwargs.values()):
             raise refused(f"{type(optimizer).__name__}.step(closure)", line, "use an optimizer that takes one gradient")
         if not self._update.backwards:
-            raise refused(f"{type(optimizer).__name__}.step() without backward()", line, "let backward() compute gradients")
+            raise refused(
+                f"{type(optimizer).__name__}.step() without backward()", line, "let backward() compute gradients"
+            )
         self._update.optimizer, self._update.line = optimizer, line
         self._update.settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._update.gradients = [digest(p.grad) for p in _parameters(optimizer)]
@@ -376,4 +392,4 @@ def digest(x: torch.Tensor | None) -> str | None:
     if x is None:
         return None
     flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy(), digest_size=16).hexdigest()
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()

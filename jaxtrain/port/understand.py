@@ -14,7 +14,7 @@ from jaxtrain.errors import UserError, format_location
 from jaxtrain.port.calls import Value
 from jaxtrain.port.recording import Backward, Clip, Leaf, Recording, Update
 from jaxtrain.port.script import digest
-from jaxtrain.torch_import.graph import Line
+from jaxtrain.torch_import import Line
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,13 +139,18 @@ def _modules(
     recording: Recording, backwards: Sequence[Backward], optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.nn.Module]:
     """Return the outermost modules that programs call or read, or that are trained, by the script's names."""
-    called = {id(c.function): c.function for b in backwards for c in b.program.calls if isinstance(c.function, torch.nn.Module)}
+    called = {
+        id(c.function): c.function
+        for b in backwards
+        for c in b.program.calls
+        if isinstance(c.function, torch.nn.Module)
+    }
     read = {id(x) for b in backwards for x in b.tensors.values()}
     read |= {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = {name if name != "self" else type(part).__name__.lower(): part for name, part in recording.modules.items()}
     known = {id(part) for part in named.values()}
     for part in called.values():
-        if id(part) not in known:
+        if id(part) not in known and _has_tensors(part):
             named.setdefault(_free(type(part).__name__.lower(), named), part)
     inner = {id(x) for part in named.values() for x in part.modules() if x is not part}
     used = {
@@ -196,8 +201,11 @@ def _programs(
     for backward in backwards:
         inputs = _inputs(backward, modules, names)
         shapes = tuple((name, tuple(backward.tensors[value].shape)) for value, name in inputs.batch.items())
+        is_new = shapes not in found
         first = found.setdefault(shapes, (backward, inputs))
         _compare(*first, backward, inputs)
+        if is_new:  # a batch of another size: the same program, but for sizes
+            _compare(*next(iter(found.values())), backward, inputs, of_sizes=True)
     return tuple(found.values())
 
 
@@ -217,9 +225,10 @@ def _inputs(backward: Backward, modules: Mapping[str, torch.nn.Module], names: d
     return Inputs(owned, batch, {names[leaf]: leaf for leaf in backward.leaves.values()}, rest)
 
 
-def _compare(first: Backward, its: Inputs, other: Backward, inputs: Inputs) -> None:
-    """Refuse a program that differs from another one for batches of the same shapes."""
-    for one, two in itertools.zip_longest(_described(first, its), _described(other, inputs)):
+def _compare(first: Backward, its: Inputs, other: Backward, inputs: Inputs, *, of_sizes: bool = False) -> None:
+    """Refuse a program that differs from another one, except for integers if these are sizes of batches that differ."""
+    calls = (_described(*program, of_sizes=of_sizes) for program in ((first, its), (other, inputs)))
+    for one, two in itertools.zip_longest(*calls):
         if one == two:
             continue
         line = (two or one)[0]
@@ -241,16 +250,25 @@ def _compare(first: Backward, its: Inputs, other: Backward, inputs: Inputs) -> N
 _SAME = "a step computes the same in every update; what differs belongs into the batch"
 
 
-def _described(backward: Backward, inputs: Inputs) -> Iterator[tuple[Any, ...]]:
+def _described(backward: Backward, inputs: Inputs, *, of_sizes: bool) -> Iterator[tuple[Any, ...]]:
     """Yield a description of each call that is equal for equal programs: line, function, arguments, and the rest."""
     numbers = {value: f"<{i}>" for i, value in enumerate(inputs.constants)}
     numbers |= {value: f"<{name}>" for value, name in (*inputs.owned.items(), *inputs.batch.items())}
     for call in backward.program.calls:
         for path, value in call.results:
             numbers[value] = f"<result {len(numbers)} {path}>"
-        arguments = _plain((call.args, call.kwargs), numbers)
-        what = call.function if isinstance(call.function, torch.nn.Module) else _key(call.function)
+        arguments = _plain((call.args, call.kwargs), numbers, of_sizes)
+        what = _module_key(call.function) if isinstance(call.function, torch.nn.Module) else _key(call.function)
         yield call.line, what, arguments, (call.ambient, call.random is None, len(call.results), len(call.writes))
+
+
+def _module_key(module: torch.nn.Module) -> Any:
+    """Return what equal modules share: those without tensors, as a loss made in every epoch, need not be one object."""
+    return module if _has_tensors(module) else (type(module), str(module))
+
+
+def _has_tensors(module: torch.nn.Module) -> bool:
+    return next(itertools.chain(module.parameters(), module.buffers()), None) is not None
 
 
 def _key(function: Any) -> Any:
@@ -258,16 +276,16 @@ def _key(function: Any) -> Any:
     return getattr(function, "__self__", None), getattr(function, "__qualname__", function)
 
 
-def _plain(argument: Any, numbers: Mapping[Value, str]) -> Any:
+def _plain(argument: Any, numbers: Mapping[Value, str], of_sizes: bool) -> Any:
     if isinstance(argument, Value):
         return numbers[argument]
     if isinstance(argument, slice):
-        return ("slice", _plain((argument.start, argument.stop, argument.step), numbers))
+        return ("slice", _plain((argument.start, argument.stop, argument.step), numbers, of_sizes))
     if isinstance(argument, tuple | list):
-        return tuple(_plain(item, numbers) for item in argument)
+        return tuple(_plain(item, numbers, of_sizes) for item in argument)
     if isinstance(argument, Mapping):
-        return tuple((key, _plain(item, numbers)) for key, item in argument.items())
-    return argument
+        return tuple((key, _plain(item, numbers, of_sizes)) for key, item in argument.items())
+    return "size" if of_sizes and type(argument) is int else argument
 
 
 def _window(updates: Sequence[Update]) -> int:
@@ -287,7 +305,9 @@ def _data(programs: Sequence[tuple[Backward, Inputs]]) -> tuple[int, int]:
     backward, inputs = programs[0]
     loaders = {leaf.loader for _, inputs in programs for leaf in inputs.leaves.values()}
     if len(loaders) != 1 or -1 in loaders:
-        problem = "the loss reads batches of several DataLoaders" if loaders else "the loss reads no batch of a DataLoader"
+        problem = (
+            "the loss reads batches of several DataLoaders" if loaders else "the loss reads no batch of a DataLoader"
+        )
         raise _refused(problem, backward.line, "take the batches from one torch.utils.data.DataLoader")
     rows = {backward.tensors[value].shape[0] if backward.tensors[value].ndim else 0 for value in inputs.batch}
     if len(rows) != 1 or 0 in rows:
@@ -311,7 +331,9 @@ def _clip(updates: Sequence[Update], optimizer: torch.optim.Optimizer, is_scaled
             raise _refused("gradients are clipped twice", clips[1].line, "clip once")
         same = [(c.function, c.bound, c.options, c.parameters) for c in clips]
         if same != [(c.function, c.bound, c.options, c.parameters) for c in first]:
-            raise _refused("clipping differs from update to update", (clips or first)[0].line, "clip alike in every update")
+            raise _refused(
+                "clipping differs from update to update", (clips or first)[0].line, "clip alike in every update"
+            )
     if not first:
         return None
     (clip,) = first
@@ -328,35 +350,39 @@ def _clip(updates: Sequence[Update], optimizer: torch.optim.Optimizer, is_scaled
 def _scheduler(recording: Recording, optimizer: torch.optim.Optimizer, loader: int) -> tuple[Any, bool]:
     """Return the scheduler, None without one, and whether it steps at the end of a pass."""
     updates = recording.updates
-    stepped = {id(scheduler): (scheduler, line) for update in updates for scheduler, line in update.schedulers}
-    made = {number: line for number, line in recording.schedulers.items()}
+    steps = [step for update in (*updates, recording.rest) for step in update.schedulers]
+    stepped, made = {id(step[0]): step for step in steps}, [*recording.schedulers.values()]
     if len(stepped) > 1:
         raise _refused("two schedulers step", [*stepped.values()][1][1], "combine them by ChainedScheduler")
     if not stepped:
         changed = next((u for u in updates if u.settings and u.settings != updates[0].settings), None)
         if changed is not None:
             raise _refused(
-                f"the optimizer's settings change without a scheduler{_difference(updates[0].settings, changed.settings)}",
+                f"settings of the optimizer change without a scheduler{_difference(updates[0], changed)}",
                 changed.line,
                 "use a scheduler of torch.optim.lr_scheduler",
             )
         if made:
-            raise _refused(f"no scheduler stepped in {len(updates)} updates", [*made.values()][0], "give --updates more")
+            raise _refused(f"no scheduler stepped in {len(updates)} updates", made[0], "give --updates more")
         return None, False
     ((scheduler, line),) = stepped.values()
     if scheduler.optimizer is not optimizer or line.function == "step(…)":
         raise _refused(f"{type(scheduler).__name__}.step with arguments", line, "call it without any")
-    counts = [len(update.schedulers) for update in updates[1:]]
+    later = [*updates[1:], *([recording.rest] if recording.is_over else [])]
+    counts = [len(update.schedulers) for update in later]
     if all(count == 1 for count in counts):
         return scheduler, False
-    if counts == [update.passes.count(loader) for update in updates[1:]]:
+    if counts == [update.passes.count(loader) for update in later]:
         return scheduler, True
-    raise _refused("the scheduler steps neither after every update nor after every epoch", line, "step it at one of these")
+    raise _refused(
+        "the scheduler steps neither after every update nor after every epoch", line, "step it at one of these"
+    )
 
 
-def _difference(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
-    pairs = [(key, x[key], y.get(key)) for x, y in zip(before, after, strict=False) for key in x if x[key] != y.get(key)]
-    return f" ({pairs[0][0]} {pairs[0][1]}, then {pairs[0][2]})" if pairs else ""
+def _difference(before: Update, after: Update) -> str:
+    pairs = zip(before.settings, after.settings, strict=False)
+    found = [(key, x[key], y.get(key)) for x, y in pairs for key in x if x[key] != y.get(key)]
+    return f" ({found[0][0]} {found[0][1]}, then {found[0][2]})" if found else ""
 
 
 def _autocast(backwards: Sequence[Backward]) -> torch.dtype | None:

@@ -1,7 +1,5 @@
 """The files of a ported script: `model.py`, `run.py`, and their arrays."""
 
-import inspect
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +9,12 @@ import jax.numpy as jnp
 import torch
 
 from jaxtrain.errors import UserError, format_location
-from jaxtrain.interop.torch_optimizer import live_expression
+from jaxtrain.interop import live_expression
 from jaxtrain.optim import Call, Expression, format_expression
 from jaxtrain.port.replay import recorded_module
 from jaxtrain.port.rerun import set_start
 from jaxtrain.port.understand import Training
-from jaxtrain.torch_import import ImportedModel, from_torch
-from jaxtrain.torch_import.graph import Line
+from jaxtrain.torch_import import ImportedModel, Line, from_torch
 
 EPOCH = "updates_per_epoch"
 """The field of a written recipe that a schedule by epoch counts in."""
@@ -68,7 +65,9 @@ def _optimizer(training: Training, module: torch.nn.Module, model: ImportedModel
         for name, value in call.arguments.items():
             if isinstance(value, Call) and _has_function(value):
                 line = training.recording.schedulers[id(scheduler)]
-                raise _refused(f"{type(scheduler).__name__} has a function of the script's", line, "use another scheduler")
+                raise _refused(
+                    f"{type(scheduler).__name__} has a function of the script's", line, "use another scheduler"
+                )
             if isinstance(value, Call) and training.is_by_epoch:
                 call.arguments[name] = Call("held", {"schedule": value, "every": training.epoch})  # type: ignore[index]
     return found
@@ -134,7 +133,8 @@ def recipe_source(result: Ported, script: Path, args: Sequence[str]) -> str:
 
     jaxtrain train run.py::Run
 
-The loss is that of {Path(line.file).name}:{line.number}, in `model.py`; the data are the script's own. `proof.html` compares both.
+The loss is that of {Path(line.file).name}:{line.number}, in `model.py`; the data are the script's own.
+`proof.html` compares both.
 """
 
 from dataclasses import dataclass
@@ -147,7 +147,7 @@ HERE = Path(__file__).parent
 SCRIPT = Path({str(script.resolve())!r})
 ARGS = {[*args]!r}
 
-model = port.source(HERE / "model.py").model
+model = port.model(HERE / "model.py")
 
 
 def loss_fn(params, batch, rng{takes}):
@@ -176,8 +176,8 @@ def _settings(result: Ported) -> dict[str, tuple[str, Any, str]]:
     """Return the settings of the recipe: type, value, and the script's line."""
     training = result.training
     recording = training.recording
-    passes = sum(update.passes.count(training.loader) for update in recording.updates)
-    epochs = passes + 1 if recording.is_over else 1
+    passes = sum(update.passes.count(training.loader) for update in (*recording.updates, recording.rest))
+    epochs = passes if recording.is_over else 1
     data = _at(recording.loaders[training.loader].line)
     optimizer = _at(recording.optimizers[id(training.optimizer)])
     schedule = "" if training.scheduler is None else f", {_at(recording.schedulers[id(training.scheduler)])}"
@@ -186,12 +186,14 @@ def _settings(result: Ported) -> dict[str, tuple[str, Any, str]]:
         "steps": ("int", epochs * training.epoch, steps),
         "batch_size": ("int", training.rows * training.accumulate, data),
         "optimizer": ("str", format_expression(result.optimizer), optimizer + schedule),
-        "clip_norm": ("float | None", None, "") if training.clip is None else ("float | None", training.clip.bound, _at(training.clip.line)),
+        "clip_norm": ("float | None", None, "")
+        if training.clip is None
+        else ("float | None", training.clip.bound, _at(training.clip.line)),
     }
     if training.accumulate > 1:
         found["accumulate"] = ("int", training.accumulate, "")
     if training.autocast is not None:
-        found["precision"] = ("str", _PRECISIONS[training.autocast], _at(_first_autocast(training)))
+        found["precision"] = ("str", PRECISIONS[training.autocast], _at(_first_autocast(training)))
     if (scale := _loss_scale(training)) is not None:
         found["loss_scale"] = ("str | None", scale, "")
     if len(training.programs) > 1:
@@ -199,7 +201,8 @@ def _settings(result: Ported) -> dict[str, tuple[str, Any, str]]:
     return found
 
 
-_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+PRECISIONS = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""The precision of a recipe, by the dtype of autocast."""
 
 
 def _first_autocast(training: Training) -> Line:

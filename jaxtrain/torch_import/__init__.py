@@ -29,11 +29,14 @@ from jaxtrain.torch_import.causal_lm import open_causal_lm as open_causal_lm
 from jaxtrain.torch_import.function import refuse_beyond_int32 as refuse_beyond_int32
 from jaxtrain.torch_import.graph import RECOMPUTED as RECOMPUTED
 from jaxtrain.torch_import.graph import Graph as Graph
+from jaxtrain.torch_import.graph import Line as Line
 from jaxtrain.torch_import.graph import Node as Node
 from jaxtrain.torch_import.graph import Ref as Ref
 from jaxtrain.torch_import.graph import Spec as Spec
+from jaxtrain.torch_import.interpret import pytorchs_promotion as pytorchs_promotion
 from jaxtrain.torch_import.model import ImportedModel, from_torch
 from jaxtrain.torch_import.ops import TABLE as TABLE
+from jaxtrain.torch_import.refusals import is_internal as is_internal
 from jaxtrain.torch_import.saved import SavedModel, load_imported
 
 

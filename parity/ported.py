@@ -1,4 +1,4 @@
-"""The case of a ported script: the files that were written for it, beside the recorded program in PyTorch.
+"""The proof of a ported script: the files that were written for it, beside the recorded program in PyTorch.
 
 PyTorch's side is the script's own modules, its optimizer's class and groups, and the learning rates with which its
 updates were recorded. `jaxtrain.port.rerun` has computed the script's updates from these to the bit.
@@ -8,21 +8,78 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import torch
 
 from jaxtrain.cost import flops
-from jaxtrain.port.rerun import set_start
-from jaxtrain.port.write import Ported
-from jaxtrain.runner import frozen, optimizer_expression, recipe_optimizer
+from jaxtrain.port.rerun import like, set_start
+from jaxtrain.port.write import PRECISIONS, Ported
 from jaxtrain.run import Recipe, load_recipe
+from jaxtrain.runner import frozen, optimizer_expression, recipe_optimizer
+from parity.attestation import environment
 from parity.case import Batch, Case
 from parity.cases.recipe import moments_of
 from parity.optimizer import Optimizer
+from parity.report import Result
+from parity.report.page import write_page
+from parity.report.page_case import page_case
+from parity.run import examine
+from parity.settings import settings_of
 from parity.sides.frozen import frozen_too, without_frozen
+
+
+class Proof(NamedTuple):
+    """Whether the files of a ported script are the script.
+
+    Attributes:
+      passed: Whether they are.
+      lines: What was compared, and what differs.
+    """
+
+    passed: bool
+    lines: tuple[str, ...]
+
+
+def prove(result: Ported, folder: Path, name: str) -> Proof:
+    """Compare the files in a folder with PyTorch in float64, and write `proof.html` there.
+
+    Args:
+      result: The script that they were written for.
+      folder: The folder.
+      name: Name in reports.
+    """
+    case = ported_case(result, folder, name)
+    examination = examine(case, "fp64")
+    if not examination.verdict.passed:
+        examination = examine(case, "fp64", locate=True)
+    found = examination.verdict
+    write_page(folder / "proof.html", environment(), [page_case(Result(case, "fp64", settings_of(case), examination))])
+    worst = f"losses {found.loss_rel:.0e}, gradients {found.grad_rel_max:.0e}, parameters {found.param_rel_max:.0e}"
+    changed = _changed_settings(result, load_recipe(f"{folder / 'run.py'}::Run")[1])
+    passed = found.passed and not changed
+    answer = "equal" if passed else "NOT EQUAL"
+    lines = [f"{case.settings['steps']} updates in float64: {worst}        {answer}", *found.faults, *changed]
+    if found.first_divergence is not None:
+        lines.append(f"first at {found.first_divergence}")
+    return Proof(passed, tuple(lines))
+
+
+def _changed_settings(result: Ported, recipe: Recipe) -> list[str]:
+    """Return a line for each setting that both sides of a check take from the recipe and that is not the script's."""
+    training = result.training
+    theirs = {
+        "batch_size": training.rows * training.accumulate,
+        "accumulate": training.accumulate,
+        "clip_norm": None if training.clip is None else training.clip.bound,
+        "precision": PRECISIONS[training.autocast],
+    }
+    given = {name: getattr(recipe, name) for name in theirs}
+    return [
+        f"{name} is {given[name]!r}, the script's {theirs[name]!r}" for name in theirs if given[name] != theirs[name]
+    ]
 
 
 def ported_case(result: Ported, folder: Path, name: str) -> Case:
@@ -89,7 +146,7 @@ def _state(shapes: Any) -> list[Any]:
 
 def shortened(recipe: Recipe, training: Any) -> Recipe:
     """Return a recipe whose schedule counts the epochs of the recording, which have fewer updates."""
-    lengths = {u for u in _lengths(training)}
+    lengths = set(_lengths(training))
     if not training.is_by_epoch or not lengths:
         return recipe
     (length,) = lengths
@@ -113,10 +170,10 @@ def _optimizer(result: Ported, named: Sequence[tuple[str, torch.nn.Parameter]]) 
     names = {id(p): name for name, p in result.module.named_parameters()}
     by_name, first = dict(named), _settings(result)[0]
     groups = [
-        {**settings, "params": [by_name[names[id(p)]] for p in group["params"]]}
+        {**settings, "params": [(names[id(p)], by_name[names[id(p)]]) for p in group["params"]]}
         for group, settings in zip(result.training.optimizer.param_groups, first, strict=True)
     ]
-    return type(result.training.optimizer)(groups)  # type: ignore[call-arg]
+    return like(result.training.optimizer, groups)
 
 
 def _settings(result: Ported) -> list[list[dict[str, Any]]]:
