@@ -6,6 +6,7 @@ The map of the package. Each line may import only from the lines above it (`test
     paths                   parameter paths and predicates on them
     interrupts              Ctrl-C that no callback drops
     records                 fields of files that nobody read
+    cases                   the parity case of an imported model, which parity provides
     user_cache              the user's cache folder
     user_file               imports a user's Python file
     folder_files            files of a folder that may come from somebody else: no links followed
