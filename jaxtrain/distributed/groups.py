@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.distributed.mesh import DATA, DCN, EXPERT, FSDP, PIPELINE, ROWS, ROWS_OF_HEAD
+from jaxtrain.distributed.mesh import DATA, DCN, EXPERT, FSDP, PIPELINE, ROWS
 from jaxtrain.distributed.sharding import Rules, automatic_spec, divide_over, mesh_axes, param_shardings, replicate_over
 from jaxtrain.passes import Groups
 
@@ -41,16 +41,6 @@ def lookup_groups(mesh: Mesh, rules: Rules | None, accumulate: Any) -> Groups | 
     """
     shards = mesh.shape.get(FSDP, 1) > 1 and mesh.shape.get(PIPELINE, 1) == 1
     return row_groups(mesh, rules, "sharded") if shards and accumulate == 1 else None
-
-
-def groups_of_head(mesh: Mesh, rules: Rules | None, gradient_sums: str) -> Groups | None:
-    """Return the groups of rows of what follows the layers of a pipeline; None if the stages do not divide it.
-
-    They do not without a pipeline, or if fsdp divides the sums of a group: its rows would be on other devices.
-    """
-    if mesh.shape.get(PIPELINE, 1) == 1 or (gradient_sums != "whole" and mesh.shape.get(FSDP, 1) > 1):
-        return None
-    return MeshGroups(mesh, tuple(axis for axis in ROWS_OF_HEAD if mesh.shape.get(axis, 1) > 1), rules)
 
 
 class MeshGroups(Groups):

@@ -13,9 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.compilation import bypass_compilation_cache, needs_fresh_programs
-from jaxtrain.distributed.groups import groups_of_head, lookup_groups, row_groups
-from jaxtrain.distributed.mesh import FSDP, PIPELINE, ROWS_OF_HEAD, TENSOR
-from jaxtrain.distributed.pipeline import pipeline_stages, require_pipelined
+from jaxtrain.distributed.groups import lookup_groups, row_groups
+from jaxtrain.distributed.mesh import FSDP, PIPELINE, TENSOR
 from jaxtrain.distributed.program import constrain_shardings
 from jaxtrain.distributed.rows import place_batch
 from jaxtrain.distributed.sharding import Rules, gather, replicate_over, state_shardings
@@ -23,8 +22,8 @@ from jaxtrain.errors import UserError, user_facing
 from jaxtrain.step import (
     LONGEST,
     CompilerOptions,
-    RowDivision,
     Step,
+    StepParts,
     TrainState,
     TrainStep,
     compiler_options,
@@ -32,7 +31,6 @@ from jaxtrain.step import (
     is_factory,
     limit_recompilation,
     mesh_gradient,
-    pipelined_gradient,
     takes_one_batch,
     window_step,
 )
@@ -70,8 +68,6 @@ def shard(step: TrainStep, mesh: Mesh, rules: Rules | None = None) -> TrainStep:
             f"mesh axis tensor={mesh.shape[TENSOR]} divides nothing without sharding rules, and repeats work on its "
             "devices: give rules, or use data or fsdp"
         )
-    if mesh.shape.get(PIPELINE, 1) > 1:
-        require_pipelined(step.parts, rules, mesh.shape[PIPELINE])
     return ShardedStep(step, mesh, rules)
 
 
@@ -81,19 +77,17 @@ class ShardedStep(TrainStep):
     def __init__(self, step: TrainStep, mesh: Mesh, rules: Rules | None) -> None:
         self._mesh, self._rules = mesh, rules
         constrain = partial(constrain_shardings, mesh=mesh, rules=rules, accumulate=step.parts.options.accumulate)
-        head_groups = groups_of_head(mesh, rules, step.parts.options.gradient_sums)
-        stages = pipeline_stages(mesh, step.parts.options.pipeline_chunks)
+        has_pipeline = mesh.shape.get(PIPELINE, 1) > 1
         super().__init__(
             step.parts.constrained(
                 constrain,
                 mesh.devices.flat[0].platform,
-                mesh_gradient if stages is None else pipelined_gradient,
+                _pipelined(step.parts, mesh, rules, constrain) if has_pipeline else mesh_gradient,
                 row_groups(mesh, rules, step.parts.options.gradient_sums),
                 lookup_groups(mesh, rules, step.parts.options.accumulate),
                 None if step.parts.options.reshard_after == "forward" else partial(gather, mesh=mesh, rules=rules),
-                partial(replicate_over, replicated=(FSDP,)) if mesh.shape.get(PIPELINE, 1) == 1 else None,
-                stages,
-                None if head_groups is None else RowDivision(partial(constrain, row_axes=ROWS_OF_HEAD), head_groups),
+                None if has_pipeline else partial(replicate_over, replicated=(FSDP,)),
+                divides_layers=has_pipeline,
             ),
         )
         self.jitted = self._jit(partial(window_step, self.parts), "state", "batch", accumulate=self._accumulate)
@@ -118,7 +112,7 @@ class ShardedStep(TrainStep):
             platform=self._mesh.devices.flat[0].platform,
             devices=self._mesh.size,
             # The loop over the micro-batches of a pipeline is a scan.
-            pipelines_layers=accumulate == 1 or (accumulate <= LONGEST and self.parts.loss.stages is None),
+            pipelines_layers=accumulate == 1 or (accumulate <= LONGEST and not self.parts.divides_layers),
             unrolled=self.parts.loss.unroll,
             fp8=self.parts.loss.policy.fp8 is not None,
         )
@@ -167,9 +161,16 @@ class ShardedStep(TrainStep):
     @takes_one_batch
     def micro(self, state: TrainState, micro_batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """As `TrainStep.micro`."""
-        if self.parts.loss.stages is not None:
+        if self.parts.divides_layers:
             raise UserError("step.micro cannot fill a pipeline, which needs a window: call the step with all its rows")
         return self._call(lambda state, batch: self._micro(state, place_batch(batch, self._mesh)), state, micro_batch)
+
+
+def _pipelined(parts: StepParts, mesh: Mesh, rules: Rules | None, constrain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return how a window passes through the mesh axis pipeline, `StepParts.window`."""
+    from jaxtrain.labs.pipeline import pipelined
+
+    return pipelined(parts, mesh, rules, constrain)
 
 
 class _Jitted:

@@ -17,8 +17,9 @@ from jaxtrain.debug import TESTED_JAX, miscompiled_once
 from jaxtrain.distributed import PIPELINE, data_parallel_size, parse_mesh, run_devices, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.fields import LARGEST, brief, field_errors
+from jaxtrain.labs.pipeline import Schedule
 from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, build_expression
-from jaxtrain.passes import Schedule, format_uses, kernel_uses, remat
+from jaxtrain.passes import format_uses, kernel_uses, remat
 from jaxtrain.paths import Matching, path_name
 from jaxtrain.run import Recipe, Task, is_reference, run_policy
 from jaxtrain.run_folder import RunFolder, default_folder, read_config

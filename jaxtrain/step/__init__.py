@@ -30,7 +30,6 @@ from jaxtrain.step.learning_rate import LearningRate as LearningRate
 from jaxtrain.step.learning_rate import descend as descend
 from jaxtrain.step.learning_rate import rate_at as rate_at
 from jaxtrain.step.learning_rate import scale_by_learning_rate, used_learning_rate, used_learning_rates
-from jaxtrain.step.loss_program import RowDivision as RowDivision
 from jaxtrain.step.loss_scale import LossScaleState as LossScaleState
 from jaxtrain.step.loss_scale import consecutive_skips as consecutive_skips
 from jaxtrain.step.loss_scale import current_scale as current_scale
@@ -47,8 +46,6 @@ from jaxtrain.step.objective import validated as validated
 from jaxtrain.step.options import StepOptions as StepOptions
 from jaxtrain.step.options import option_names as option_names
 from jaxtrain.step.parts import StepParts as StepParts
-from jaxtrain.step.per_layer_scale import per_layer_loss_scale
-from jaxtrain.step.per_layer_scale import scales_blocks as scales_blocks
 from jaxtrain.step.precision_losses import PrecisionMeasurement, precision_losses
 from jaxtrain.step.rounding import apply_updates as apply_updates
 from jaxtrain.step.rounding import stochastic_round as stochastic_round
@@ -61,7 +58,6 @@ from jaxtrain.step.step import Step as Step
 from jaxtrain.step.step import window_step as window_step
 from jaxtrain.step.window.loop import LONGEST as LONGEST
 from jaxtrain.step.window.mesh import mesh_gradient as mesh_gradient
-from jaxtrain.step.window.stages import pipelined_gradient as pipelined_gradient
 
 __all__ = [
     "LayerLosses",
@@ -77,7 +73,6 @@ __all__ = [
     "eval_step",
     "leaf_name",
     "load_state_dict",
-    "per_layer_loss_scale",
     "precision_losses",
     "scale_by_learning_rate",
     "state_dict",

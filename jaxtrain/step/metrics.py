@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.step.accumulate import nonzero_weight
-from jaxtrain.step.loss_scale import current_scale
+from jaxtrain.step.loss_scale import current_scale, used_scales
 from jaxtrain.step.nonfinite import Nonfinite
 from jaxtrain.step.objective import Loss
-from jaxtrain.step.per_layer_scale import scales_of_blocks
 from jaxtrain.step.state import TrainState, applied_updates
 
 Metrics = dict[str, jax.Array]
@@ -24,7 +23,7 @@ def update_metrics(
     nonfinite: Nonfinite,
 ) -> Metrics:
     """Return the metrics of one update, from the states before and after it."""
-    of_blocks = scales_of_blocks(old.loss_scale, new.loss_scale)
+    of_blocks = used_scales(old.loss_scale, new.loss_scale)
     return {
         **({} if lr is None else {"lr": lr}),
         "grad_norm": grad_norm,

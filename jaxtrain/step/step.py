@@ -2,7 +2,7 @@
 
 Pure functions of a state and a batch. They know nothing of models, files, hosts or logging: whatever a run must
 remember is in `TrainState`. `train_step` (build.py) jits them. `window/` has the other ways to compute the gradient of
-a window: on a mesh, in a pipeline, micro-batch by micro-batch.
+a window: on a mesh, micro-batch by micro-batch.
 """
 
 from collections.abc import Callable
@@ -153,8 +153,8 @@ def update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tra
 
 
 def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[TrainState, Metrics]:
-    of_blocks = {} if gradient.observed.blocks is None else {"observed": gradient.observed.blocks}
-    grads, loss_scale = parts.scaler.update(gradient.grads, state.loss_scale, **of_blocks)  # unscales, checks, rescales
+    observed = {} if gradient.observed.scaler is None else {"observed": gradient.observed.scaler}
+    grads, loss_scale = parts.scaler.update(gradient.grads, state.loss_scale, **observed)  # unscales, checks, rescales
     skip = found_inf(loss_scale)
     grads, grad_norm = clip_grad_norm(grads, parts.options.clip_norm)
     grads = clip_grad_value(grads, parts.options.clip_value)

@@ -4,6 +4,5 @@ Each is a function `(parts, state, micro_batches, k) -> Gradient`, `StepParts.wi
 state, and takes its micro-batches one by one.
 
 mesh       on a mesh: sums of each group of rows, added once
-stages     micro-batches that pass through the stages of a pipeline
 streaming  micro-batches that arrive one by one
 """

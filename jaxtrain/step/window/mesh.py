@@ -34,8 +34,8 @@ def mesh_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: in
     scales = parts.scales(state)
     start = open_window(variables(parts, state).values, zero_probes(scales)), state.model_state
     pipelines_layers = parts.loss.platform == "gpu" and k <= LONGEST
-    # In a block with a scale of its own, the backward pass cannot add the sums of earlier micro-batches.
-    if pipelines_layers and groups is not None and groups.scatters and scales.blocks is None:
+    # Between gradients that a pass scales, the backward pass cannot add the sums of earlier micro-batches.
+    if pipelines_layers and groups is not None and groups.scatters and scales.scaler is None:
         (window, model_state), metrics = scan_window(add, start, numbered, k - 1, pipelines_layers=True)
         at_last = state._replace(micro_step=state.micro_step + (k - 1), model_state=model_state)
         last = _last_gradient(

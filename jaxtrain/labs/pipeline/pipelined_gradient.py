@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.labs.pipeline.pipelined_window import Divided, pipelined_window
+from jaxtrain.labs.pipeline.stages import Stages
 from jaxtrain.passes import Groups
 from jaxtrain.paths import merge, partition
 from jaxtrain.step.complex_parameters import refuse_complex
@@ -18,18 +20,38 @@ from jaxtrain.step.objective import Compute, Loss
 from jaxtrain.step.parts import StepParts
 from jaxtrain.step.state import TrainState, micro_batch_key
 from jaxtrain.step.window.partial_sums import divides_rows, with_sums, zero_sums
-from jaxtrain.step.window.pipeline import Divided, pipelined_window
 
 
-def pipelined_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: int) -> Gradient:
-    """Accumulate the gradients of a window's micro-batches in a pipeline."""
-    stages = parts.loss.stages
-    assert stages is not None
+class RowDivision(NamedTuple):
+    """How the stages divide the rows of what follows the layers.
+
+    Attributes:
+      constrain: Adds the sharding constraints.
+      groups: The groups of rows whose gradients are summed once a window.
+    """
+
+    constrain: Callable[[Compute], Compute]
+    groups: Groups
+
+
+def pipelined_gradient(
+    parts: StepParts, state: TrainState, micro_batches: Any, k: int, *, stages: Stages, of_head: RowDivision | None
+) -> Gradient:
+    """Accumulate the gradients of a window's micro-batches in a pipeline.
+
+    Args:
+      parts: The parts of the step.
+      state: The state.
+      micro_batches: The micro-batches.
+      k: Their number.
+      stages: What they pass through.
+      of_head: How the stages divide what follows the layers; None if each computes all of it.
+    """
     if state.model_state is not None:
         raise UserError("the mesh axis pipeline does not support model state, such as BatchNorm's: use data or fsdp")
     trained, frozen = partition(state.params, parts.options.frozen)
     refuse_complex(trained, "the mesh axis pipeline", "use data or fsdp")
-    groups, of_head = (parts.loss.groups, parts.loss.of_head) if k > 1 else (None, None)
+    groups, of_head = (parts.loss.groups, of_head) if k > 1 else (None, None)
 
     def computed(compute_loss: Compute, groups: Groups | None) -> Callable[..., Any]:
         def compute(variables: Any, fixed: Any, micro_batch: Any, rng: jax.Array) -> tuple[Loss, dict[str, Loss]]:

@@ -11,6 +11,7 @@ in which an overflow originates is the one whose gradients are not finite althou
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +48,10 @@ class BlockValues(NamedTuple):
     scale: jax.Array
     overflow: jax.Array
     target: jax.Array | None = None
+
+    def rewrite(self, probes: "BlockValues", frozen: Frozen) -> Callable[..., Any]:
+        """Return `scale_blocks` with these scales, as `jaxtrain.step.loss_scale.ScalerValues` asks for it."""
+        return partial(scale_blocks, scales=self, probes=probes, frozen=frozen)
 
 
 def scale_blocks(

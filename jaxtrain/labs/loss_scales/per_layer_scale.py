@@ -8,7 +8,7 @@ as with a single scale.
 
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,9 @@ import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
-from jaxtrain.passes import BlockValues
+from jaxtrain.labs.loss_scales.block_scales import BlockValues
 from jaxtrain.step.loss_scale import (
-    BlockScales,
-    PerLayerLossScaleState,
+    LossScaleState,
     ScaleRule,
     check_growth_interval,
     check_scales,
@@ -31,6 +30,25 @@ from jaxtrain.step.nonfinite import all_finite
 _SMALLEST = 2.0**-24  # float16
 # The quotient of two scales is a float32.
 _LOWEST, _HIGHEST = 2.0**-60, 2.0**60
+
+
+class BlockScales(NamedTuple):
+    """Loss scales of the marked blocks of a program.
+
+    Attributes:
+      scale: float32[blocks], the factor of the gradients inside each block, a power of two; if it is adaptive, that of
+        the last update.
+      growth_tracker: int32[blocks], applied updates since the block overflowed or its scale or backoff grew.
+      backoff: float32[blocks], factor of an adaptive scale, lowered by overflows; None if scales follow only them.
+    """
+
+    scale: jax.Array
+    growth_tracker: jax.Array
+    backoff: jax.Array | None
+
+    def used(self, new: "BlockScales") -> jax.Array:
+        """Return the scales of the update between these and the `new` ones; adaptive ones are the window's largest."""
+        return (self if self.backoff is None else new).scale
 
 
 def per_layer_loss_scale(
@@ -63,13 +81,13 @@ def per_layer_loss_scale(
       max_scale: Upper bound of the scales that are not adaptive, a power of two.
 
     Returns:
-      A loss scaler, whose state is a `PerLayerLossScaleState`.
+      A loss scaler, whose state is a `LossScaleState` with scales of blocks.
 
     Raises:
       UserError: An argument is out of range.
 
     Example:
-      >>> from jaxtrain.passes import BlockValues
+      >>> from jaxtrain.labs.loss_scales import BlockValues
       >>> scaler = per_layer_loss_scale(3, init_scale=4.0)
       >>> observed = BlockValues(jnp.zeros(3), overflow=jnp.array([0.0, 1.0, 0.0]))
       >>> _, state = scaler.update(jnp.array([jnp.inf]), scaler.init(None), observed=observed)
@@ -96,17 +114,6 @@ def per_layer_loss_scale(
     return rule.transformation()
 
 
-def block_values(scaler: optax.GradientTransformation, state: Any) -> BlockValues | None:
-    """Return what a pass reads of a loss scaler and its state; None unless blocks have scales."""
-    if not isinstance(state, PerLayerLossScaleState):
-        return None
-    rule: PerLayerRule = scaler.update.__self__
-    zeros = jnp.zeros_like(state.blocks.scale)
-    if state.blocks.backoff is None or rule.underflow is None:
-        return BlockValues(state.blocks.scale / state.scale, zeros)
-    return BlockValues(state.blocks.backoff, zeros, jnp.full_like(zeros, target_rms(rule.underflow)))
-
-
 def target_rms(underflow: float) -> float:
     """Return the standard deviation with which normal elements underflow in float16 with this probability.
 
@@ -115,17 +122,6 @@ def target_rms(underflow: float) -> float:
     that enters a block, and the scale is rounded up, so that the probability stays below p.
     """
     return _SMALLEST / NormalDist().inv_cdf((1 + underflow) / 2)  # √2 erfinv(p)
-
-
-def scales_of_blocks(old: Any, new: Any) -> jax.Array | None:
-    """Return the scales of blocks in the update between two states, float32[blocks]; None unless blocks have scales.
-
-    Adaptive scales are the largest of the window's micro-batches.
-    """
-    if not isinstance(old, PerLayerLossScaleState):
-        return None
-    scale: jax.Array = (old if old.blocks.backoff is None else new).blocks.scale
-    return scale
 
 
 def scales_blocks(scaler: optax.GradientTransformation) -> bool:
@@ -144,16 +140,16 @@ class PerLayerRule(ScaleRule):
         """Return the loss scaler."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
-    def init(self, params: Any) -> PerLayerLossScaleState:  # type: ignore[override]
+    def init(self, params: Any) -> LossScaleState:
         """Return the state before the first update."""
         of_loss = super().init(params)
         scale = jnp.full(self.blocks, self.init_scale, np.float32)
         backoff = None if self.underflow is None else jnp.ones(self.blocks, np.float32)
-        return PerLayerLossScaleState(*of_loss, blocks=BlockScales(scale, jnp.zeros(self.blocks, np.int32), backoff))
+        return of_loss._replace(blocks=BlockScales(scale, jnp.zeros(self.blocks, np.int32), backoff))
 
     def update(  # type: ignore[override]
-        self, grads: Any, state: PerLayerLossScaleState, params: Any = None, *, observed: BlockValues, **_: Any
-    ) -> tuple[Any, PerLayerLossScaleState]:
+        self, grads: Any, state: LossScaleState, params: Any = None, *, observed: BlockValues, **_: Any
+    ) -> tuple[Any, LossScaleState]:
         """Return the unscaled gradients and the state after an update in which this was `observed`."""
         del params
         unscaled = unscale(grads, state.scale)
@@ -162,7 +158,7 @@ class PerLayerRule(ScaleRule):
         outside = found_inf & ~overflows.any()
         bounds = np.float32(self.min_scale), np.float32(self.max_scale)
         scale, tracker = self._next(state.scale, state.growth_tracker, outside, found_inf, bounds)
-        new = PerLayerLossScaleState(
+        new = LossScaleState(
             scale=scale,
             growth_tracker=tracker,
             found_inf=found_inf,
@@ -172,10 +168,19 @@ class PerLayerRule(ScaleRule):
         )
         return unscaled, new
 
+    def read(self, state: LossScaleState) -> BlockValues:
+        """Return what the pass `scale_blocks` reads of a state."""
+        blocks: Any = state.blocks
+        zeros = jnp.zeros_like(blocks.scale)
+        if blocks.backoff is None or self.underflow is None:
+            return BlockValues(blocks.scale / state.scale, zeros)
+        return BlockValues(blocks.backoff, zeros, jnp.full_like(zeros, target_rms(self.underflow)))
+
     def _next_of_blocks(
-        self, state: PerLayerLossScaleState, observed: BlockValues, overflows: jax.Array, skipped: jax.Array
+        self, state: LossScaleState, observed: BlockValues, overflows: jax.Array, skipped: jax.Array
     ) -> BlockScales:
-        scale, tracker, backoff = state.blocks
+        blocks: Any = state.blocks
+        scale, tracker, backoff = blocks
         if backoff is None:
             bounds = np.float32(self.min_scale), np.float32(self.max_scale)
             return BlockScales(*self._next(scale, tracker, overflows, skipped, bounds), None)

@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from types import TracebackType
 from typing import NamedTuple
 
 from jaxtrain.distributed import processes
+from jaxtrain.runner.session import Phase
 
 REPORT_SECONDS = 2.0
 """Seconds between two reports of a process."""
@@ -28,17 +28,6 @@ WINDOW_SECONDS = 10.0
 """Processes are compared over windows of at least this length."""
 SLOW_FACTOR, SLOW_SHARE, SLOW_SECONDS = 2.0, 0.2, 0.02
 """A straggler's host takes more than this factor of the others' median, and this share of a step and seconds more."""
-
-
-class Phase(StrEnum):
-    """What a process is doing."""
-
-    COMPILE = "compiling"
-    READ = "reading data"
-    STEP = "in the step"
-    LOG = "logging"
-    EVALUATE = "evaluating"
-    SAVE = "saving"
 
 
 # The order within a step, and the phases in which a process waits for the others.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain.runner.process_watch import Peers, Phase, Report
+from jaxtrain.labs.process_watch import Peers, Phase, Report
 
 STEP, READ, LOG, EVALUATE, COMPILE = Phase.STEP, Phase.READ, Phase.LOG, Phase.EVALUATE, Phase.COMPILE
 

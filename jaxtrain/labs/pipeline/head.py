@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.passes import LayeredFunction, Stages
+from jaxtrain.labs.pipeline.layered_function import LayeredFunction
+from jaxtrain.labs.pipeline.stages import Stages
 from jaxtrain.step.accumulate import nonzero_weight
 
 

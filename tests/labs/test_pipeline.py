@@ -11,7 +11,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.distributed import make_mesh, shard
 from jaxtrain.errors import UserError
-from jaxtrain.passes import Schedule
+from jaxtrain.labs.pipeline import Schedule
 from tests.distributed.programs import PIPELINED, ROWS, RUNS, train
 from tests.distributed.test_sharding_step import NEAR, run_with_devices
 

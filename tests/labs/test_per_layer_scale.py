@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec
 import jaxtrain as jt
 from docs.images import layer_scales
 from jaxtrain.distributed import make_mesh, shard
-from jaxtrain.passes import BlockValues
+from jaxtrain.labs.loss_scales import BlockValues, per_layer_loss_scale
 from jaxtrain.step.loss_scale import current_scale, found_inf, skipped_updates, state_dict
-from jaxtrain.step.per_layer_scale import per_layer_loss_scale
 
 WIDTH, BLOCKS, ROWS = 8, 3, 4
 

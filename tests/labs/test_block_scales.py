@@ -10,9 +10,10 @@ from scipy.special import erfinv
 
 import jaxtrain as jt
 from jaxtrain import block
-from jaxtrain.passes import BlockValues, remat, scale_blocks, unroll
+from jaxtrain.labs.loss_scales import BlockValues, scale_blocks
+from jaxtrain.labs.loss_scales.per_layer_scale import target_rms
+from jaxtrain.passes import remat, unroll
 from jaxtrain.program import rewrite
-from jaxtrain.step.per_layer_scale import target_rms
 
 WIDTH, BLOCKS = 4, 9
 

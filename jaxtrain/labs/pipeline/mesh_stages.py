@@ -9,16 +9,36 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.distributed.mesh import PIPELINE, ROWS, ROWS_OF_HEAD
+from jaxtrain.distributed.groups import MeshGroups
+from jaxtrain.distributed.mesh import FSDP, PIPELINE, ROWS, ROWS_OF_HEAD
 from jaxtrain.distributed.sharding import Rules
 from jaxtrain.errors import UserError
-from jaxtrain.passes import Stages
-from jaxtrain.step import StepParts, scales_blocks
+from jaxtrain.labs.loss_scales.per_layer_scale import scales_blocks
+from jaxtrain.labs.pipeline.pipelined_gradient import RowDivision, pipelined_gradient
+from jaxtrain.labs.pipeline.stages import Stages
+from jaxtrain.passes import Groups
+from jaxtrain.step import StepParts
+from jaxtrain.step.gradient import Gradient
 
 
-def pipeline_stages(mesh: Mesh, chunks: int) -> Stages | None:
-    """Return the stages of a mesh; None without a pipeline."""
-    return MeshStages(mesh, chunks) if mesh.shape.get(PIPELINE, 1) > 1 else None
+def pipelined(
+    parts: StepParts, mesh: Mesh, rules: Rules | None, constrain: Callable[..., Any]
+) -> Callable[..., Gradient]:
+    """Return how the gradient of a window is computed on a mesh with the axis pipeline, `StepParts.window`.
+
+    Args:
+      parts: The parts of the step for one device.
+      mesh: The mesh.
+      rules: The sharding rules of the parameters.
+      constrain: Adds the sharding constraints of the mesh, with rows along `row_axes`.
+
+    Raises:
+      UserError: A pipeline cannot run the step.
+    """
+    require_pipelined(parts, rules, mesh.shape[PIPELINE])
+    groups = _groups_of_head(mesh, rules, parts.options.gradient_sums)
+    of_head = None if groups is None else RowDivision(partial(constrain, row_axes=ROWS_OF_HEAD), groups)
+    return partial(pipelined_gradient, stages=MeshStages(mesh, parts.options.pipeline_chunks), of_head=of_head)
 
 
 def require_pipelined(parts: StepParts, rules: Rules | None, size: int) -> None:
@@ -40,6 +60,16 @@ def require_pipelined(parts: StepParts, rules: Rules | None, size: int) -> None:
         raise UserError("per_layer_loss_scale is not supported in a pipeline: use other axes, or dynamic_loss_scale()")
     if parts.loss.unroll:
         raise UserError("unroll removes the loop over layers, which a pipeline divides: use unroll=False")
+
+
+def _groups_of_head(mesh: Mesh, rules: Rules | None, gradient_sums: str) -> Groups | None:
+    """Return the groups of rows of what follows the layers; None if the stages do not divide it.
+
+    They do not if fsdp divides the sums of a group: its rows would be on other devices.
+    """
+    if gradient_sums != "whole" and mesh.shape.get(FSDP, 1) > 1:
+        return None
+    return MeshGroups(mesh, tuple(axis for axis in ROWS_OF_HEAD if mesh.shape.get(axis, 1) > 1), rules)
 
 
 class MeshStages(Stages):

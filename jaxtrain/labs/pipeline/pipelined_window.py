@@ -1,7 +1,7 @@
 """The gradient of a window whose micro-batches pass through a pipeline of stages.
 
 A stage is a part of the layers that the loss_fn scans over; what precedes the scan belongs to the first stage, and what
-follows it to all of them (`pipeline_head.py`). All stages run the same program, and select what they need of it. Each
+follows it to all of them (`head.py`). All stages run the same program, and select what they need of it. Each
 adds up its gradients, weighted as those of a window without a pipeline; those of parameters outside of the layers are
 added over stages after the last micro-batch.
 """
@@ -16,12 +16,14 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.errors import UserError
-from jaxtrain.passes import LayeredFunction, Stages, StoredResiduals
+from jaxtrain.labs.pipeline.head import DividedHead, Head, in_places, join, split
+from jaxtrain.labs.pipeline.layered_function import LayeredFunction
+from jaxtrain.labs.pipeline.residuals import StoredResiduals
+from jaxtrain.labs.pipeline.stages import Stages
 from jaxtrain.step.accumulate import gradient_factor, nonzero_weight, sum_dtype
 from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.nonfinite import Nonfinite, first_nonfinite
 from jaxtrain.step.objective import Loss
-from jaxtrain.step.window.pipeline_head import DividedHead, Head, in_places, join, split
 
 Results = tuple[Loss, dict[str, Loss]]
 Compute = Callable[..., Results]
