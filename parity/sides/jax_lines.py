@@ -12,7 +12,7 @@ from jaxtrain.program import record
 from jaxtrain.program.record import Inside
 from parity.source import is_of_harness
 
-REWRITES = tuple(Path(jaxtrain.__file__).parent / folder for folder in ("passes", "program"))
+REWRITES = tuple(Path(jaxtrain.__file__).parent / folder for folder in ("passes", "program", "labs"))
 
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
