@@ -225,8 +225,8 @@ def _run(options: Run, flags: list[str], console: Console) -> int:
     if options.json:
         options.json.write_text(json.dumps(document(results), indent=2, allow_nan=False) + "\n")
     if options.html:
-        from parity.report.page import write_page  # imports what no other command needs
         from parity.report.page_case import page_case
+        from parity.report.verdict_page import write_page  # imports what no other command needs
 
         write_page(options.html, environment(), [page_case(result) for result in results])
     return 0 if all(result.verdict.passed for result in results) else 1

@@ -55,7 +55,7 @@ ORDER = (
 # What has not earned a place may read the internals of all packages; these files alone know it, each by a public name.
 KNOWING_LABS = {
     "jaxtrain/__init__.py",
-    "jaxtrain/distributed/step.py",
+    "jaxtrain/distributed/sharded_step.py",
     "jaxtrain/planning/scaling.py",
     "jaxtrain/runner/loss_scales.py",
     "jaxtrain/runner/preflight.py",

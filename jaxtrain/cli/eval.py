@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxtrain.cli.flags import run_folder_argument
+from jaxtrain.cli.named_runs import run_folder_argument
 from jaxtrain.errors import UserError, escape_unprintable
 from jaxtrain.flags import parse
 from jaxtrain.folder_files import make_folder, new_file, write_file

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from jaxtrain.cli.flags import run_folder_argument
+from jaxtrain.cli.named_runs import run_folder_argument
 from jaxtrain.data.finetuning import ModelTokenizer
 from jaxtrain.errors import UserError, escape_unprintable
-from jaxtrain.export import huggingface, onnx, stablehlo, torch_run
+from jaxtrain.export import huggingface, onnx, stablehlo, torch_checkpoint
 from jaxtrain.export.inference import Inference, build_inference
 from jaxtrain.export.model_card import ModelCard, auto_class
 from jaxtrain.export.predict import predict_inference
@@ -126,7 +126,7 @@ def _torch(path: Path, restored: Restored) -> str:
             f"{run.path} holds a run of {restored.name}, which has no PyTorch parameter names: define Task.names, or "
             "use another format"
         )
-    torch_run.write_run(path, run, restored.recipe, task, task.names, restored.state)
+    torch_checkpoint.write_run(path, run, restored.recipe, task, task.names, restored.state)
     return "model, optimizer, scheduler, scaler, step"
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.cli.compilation_cache import enable_compilation_cache
-from jaxtrain.cli.flags import run_folder_argument
+from jaxtrain.cli.named_runs import run_folder_argument
 from jaxtrain.cost import ceilings, known_ceilings
 from jaxtrain.distributed import run_devices
 from jaxtrain.errors import UserError, escape_unprintable

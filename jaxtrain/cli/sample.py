@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from jaxtrain.cli.conversation import message, print_chunks, talk
-from jaxtrain.cli.flags import run_folder_argument
+from jaxtrain.cli.named_runs import run_folder_argument
 from jaxtrain.errors import UserError
 from jaxtrain.flags import parse
 from jaxtrain.run import Recipe, Task

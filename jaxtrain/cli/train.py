@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import jaxtrain
 from jaxtrain.cli.compilation_cache import enable_compilation_cache
-from jaxtrain.cli.flags import recipe_name
+from jaxtrain.cli.named_runs import recipe_name
 from jaxtrain.cli.profile import print_time_table
 from jaxtrain.cost import device_memory, format_bytes
 from jaxtrain.distributed import describe_devices, processes

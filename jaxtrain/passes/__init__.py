@@ -14,6 +14,7 @@ hooks           functions of a gradient, as `Tensor.register_hook`
 pipeline        the order of the passes of a training step, as data
 """
 
+from jaxtrain.passes.fp8.fp8_settings import Fp8
 from jaxtrain.passes.fp8.kernels import KernelCopies as KernelCopies
 from jaxtrain.passes.fp8.kernels import KernelUse as KernelUse
 from jaxtrain.passes.fp8.kernels import format_uses as format_uses
@@ -21,7 +22,6 @@ from jaxtrain.passes.fp8.kernels import kernel_uses as kernel_uses
 from jaxtrain.passes.fp8.operands import gradient_format as gradient_format
 from jaxtrain.passes.fp8.quantized_kernel import Whole as Whole
 from jaxtrain.passes.fp8.scales import E4M3 as E4M3
-from jaxtrain.passes.fp8.settings import Fp8
 from jaxtrain.passes.hooks import Hook as Hook
 from jaxtrain.passes.hooks import add_hooks as add_hooks
 from jaxtrain.passes.hooks import hook
@@ -34,8 +34,8 @@ from jaxtrain.passes.memory.remat import remat as remat
 from jaxtrain.passes.memory.unroll import unroll as unroll
 from jaxtrain.passes.mesh.gathered import used_dtypes as used_dtypes
 from jaxtrain.passes.mesh.gathered import with_copies as with_copies
-from jaxtrain.passes.mesh.groups import Groups as Groups
-from jaxtrain.passes.mesh.groups import Partial as Partial
+from jaxtrain.passes.mesh.gradient_groups import Groups as Groups
+from jaxtrain.passes.mesh.gradient_groups import Partial as Partial
 from jaxtrain.passes.mesh.lookup_gradients import lookup_gradients as lookup_gradients
 from jaxtrain.passes.mesh.merged_rows import UnmergeRows as UnmergeRows
 from jaxtrain.passes.mesh.partial_gradients import partial_gradients as partial_gradients

@@ -9,7 +9,7 @@ from jaxtrain.observe import LogLine, MetricsLog, NoMetricsLog, first_rows, hist
 from jaxtrain.runner.fetched_batches import DispatchedStep
 from jaxtrain.runner.precision_watch import PrecisionWatch
 from jaxtrain.runner.session import Phase, Session
-from jaxtrain.runner.signals import StopSignals
+from jaxtrain.runner.stops.signals import StopSignals
 from jaxtrain.runner.training import Evaluation
 from jaxtrain.step import PrecisionLosses, TrainState
 

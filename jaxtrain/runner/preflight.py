@@ -24,13 +24,7 @@ from jaxtrain.paths import Matching, path_name
 from jaxtrain.run import Recipe, Task, is_reference, run_policy
 from jaxtrain.run_folder import RunFolder, default_folder, read_config
 from jaxtrain.runner.loss_scales import loss_scale
-from jaxtrain.runner.optimizer import (
-    defines_optimizer,
-    frozen,
-    optimizer_expression,
-    schedule,
-    schedule_call,
-)
+from jaxtrain.runner.recipe_step import defines_optimizer, frozen, optimizer_expression, schedule, schedule_call
 from jaxtrain.step import CompilerOptions, TrainState, validated
 
 # An untrained model predicts almost uniformly; a first loss this far from log(classes), relative to it, is suspect.

@@ -14,11 +14,11 @@ from jaxtrain.runner import preflight
 from jaxtrain.runner.checkpoint import Checkpoints, Retention, saved_steps
 from jaxtrain.runner.events import Events
 from jaxtrain.runner.lock import RunLock, check_free
-from jaxtrain.runner.out_of_memory import explain_out_of_memory
 from jaxtrain.runner.position import Position
 from jaxtrain.runner.resume import check_saved, saved_settings
 from jaxtrain.runner.rollback import train_through
 from jaxtrain.runner.session import Outcome, Phase, Session
+from jaxtrain.runner.stops.out_of_memory import explain_out_of_memory
 from jaxtrain.runner.training import Evaluation, Training, build_training
 from jaxtrain.runner.unsaved import Unsaved
 from jaxtrain.step import TrainState, averaged

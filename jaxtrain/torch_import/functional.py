@@ -9,13 +9,13 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain.models.dropout import dropout
-from jaxtrain.models.layer_norm import layer_norm
+from jaxtrain.models.layers.dropout import dropout
+from jaxtrain.models.layers.layer_norm import layer_norm
 from jaxtrain.passes import autocast_disabled
 from jaxtrain.torch_import import ops
 from jaxtrain.torch_import.ops.int64 import int64_array
-from jaxtrain.torch_import.ops.norm import batch_norm_with_statistics
-from jaxtrain.torch_import.ops.registry import TABLE
+from jaxtrain.torch_import.ops.network.norm import batch_norm_with_statistics
+from jaxtrain.torch_import.ops.table import TABLE
 
 
 def batch_norm(

@@ -15,20 +15,20 @@ import numpy as np
 
 from jaxtrain import cases
 from jaxtrain.errors import UserError, user_facing, warn_user
-from jaxtrain.torch_import.channels_last import with_channels_last
 from jaxtrain.torch_import.doubles import refuse_float64, refuse_float64_inputs, refuse_float64_params, with_float64
-from jaxtrain.torch_import.elementwise import with_recomputed_formulas
-from jaxtrain.torch_import.function import GraphModel, Key, Params, refuse_beyond_int32
 from jaxtrain.torch_import.graph import COND, Graph, Node, has_gradient_inside, with_gradient, without_gradient
-from jaxtrain.torch_import.grouped_queries import with_grouped_queries
+from jaxtrain.torch_import.graph_model import GraphModel, Key, Params, refuse_beyond_int32
 from jaxtrain.torch_import.insertion_order import check_leaves, in_order, order_of
-from jaxtrain.torch_import.integers import with_int64
 from jaxtrain.torch_import.interpret import first_draw
-from jaxtrain.torch_import.kept_roundings import with_kept_roundings
-from jaxtrain.torch_import.masks import with_causal_attention
 from jaxtrain.torch_import.ops.int64 import FLOAT64, has_64_bits
 from jaxtrain.torch_import.refusals import refusal
-from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
+from jaxtrain.torch_import.rewrites.channels_last import with_channels_last
+from jaxtrain.torch_import.rewrites.grouped_queries import with_grouped_queries
+from jaxtrain.torch_import.rewrites.integers import with_int64
+from jaxtrain.torch_import.rewrites.kept_roundings import with_kept_roundings
+from jaxtrain.torch_import.rewrites.masks import with_causal_attention
+from jaxtrain.torch_import.rewrites.recomputed_formulas import with_recomputed_formulas
+from jaxtrain.torch_import.rewrites.repeat import Stacks, find_stacks, repeated
 from jaxtrain.torch_import.saved import save
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from jaxtrain.data import digits
 from jaxtrain.data.loader import Loader, epoch_batches
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe
-from jaxtrain.runner.optimizer import schedule
+from jaxtrain.runner.recipe_step import schedule
 
 MLP = "--model digits-mlp --hidden 8 --batch-size 16 --clip-norm 0.5 --steps 6"
 LOGGING = "--log-every 1 --eval-every 6"

@@ -21,7 +21,7 @@ from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import Checkpoints, interval, loop, read_recipe
 from jaxtrain.runner.checkpoint import restore_params, saved_steps
 from jaxtrain.runner.lock import RunLock
-from jaxtrain.runner.optimizer import schedule
+from jaxtrain.runner.recipe_step import schedule
 
 from .conftest import TINY_GPT
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.labs.pipeline.layered_function import LayeredFunction
-from jaxtrain.labs.pipeline.stages import Stages
+from jaxtrain.labs.pipeline.pipeline_stages import Stages
 from jaxtrain.step.accumulate import nonzero_weight
 
 

@@ -9,13 +9,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.distributed.groups import MeshGroups
 from jaxtrain.distributed.mesh import FSDP, PIPELINE, ROWS, ROWS_OF_HEAD
+from jaxtrain.distributed.row_groups import MeshGroups
 from jaxtrain.distributed.sharding import Rules
 from jaxtrain.errors import UserError
 from jaxtrain.labs.loss_scales.per_layer_scale import scales_blocks
+from jaxtrain.labs.pipeline.pipeline_stages import Stages
 from jaxtrain.labs.pipeline.pipelined_gradient import RowDivision, pipelined_gradient
-from jaxtrain.labs.pipeline.stages import Stages
 from jaxtrain.passes import Groups
 from jaxtrain.step import StepParts
 from jaxtrain.step.gradient import Gradient

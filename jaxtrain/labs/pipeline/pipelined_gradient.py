@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.labs.pipeline.pipeline_stages import Stages
 from jaxtrain.labs.pipeline.pipelined_window import Divided, pipelined_window
-from jaxtrain.labs.pipeline.stages import Stages
 from jaxtrain.passes import Groups
 from jaxtrain.paths import merge, partition
 from jaxtrain.step.complex_parameters import refuse_complex

@@ -18,12 +18,12 @@ from jax import lax
 from jaxtrain.errors import UserError
 from jaxtrain.labs.pipeline.head import DividedHead, Head, in_places, join, split
 from jaxtrain.labs.pipeline.layered_function import LayeredFunction
+from jaxtrain.labs.pipeline.pipeline_stages import Stages
 from jaxtrain.labs.pipeline.residuals import StoredResiduals
-from jaxtrain.labs.pipeline.stages import Stages
 from jaxtrain.step.accumulate import gradient_factor, nonzero_weight, sum_dtype
-from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.nonfinite import Nonfinite, first_nonfinite
 from jaxtrain.step.objective import Loss
+from jaxtrain.step.update.float32_arithmetic import widen
 
 Results = tuple[Loss, dict[str, Loss]]
 Compute = Callable[..., Results]
