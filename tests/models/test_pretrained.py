@@ -29,8 +29,15 @@ from jaxtrain.interop import (
     linear_to_heads,
     read_torch,
 )
-from jaxtrain.models import from_pretrained, functional, functional_with_state, open_pretrained, save_pretrained
-from jaxtrain.models.files import folder_digest, pretrained
+from jaxtrain.models import (
+    folder_digest,
+    from_pretrained,
+    functional,
+    functional_with_state,
+    open_pretrained,
+    pretrained,
+    save_pretrained,
+)
 from jaxtrain.models.mixtral import EXPERTS
 from jaxtrain.models.t5 import T5, T5Config, to_hf
 from parity.oracle.in_torch import InFloat64
