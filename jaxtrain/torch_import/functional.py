@@ -5,7 +5,6 @@ subgradients. Arguments are PyTorch's, with a key `rng` for those that draw rand
 are those of `jaxtrain.models`.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +66,7 @@ def _add(name: str, fn: Callable[..., Any]) -> None:
 
 
 for _module in ops.__all__:
-    for _name, _fn in vars(importlib.import_module(f"{ops.__name__}.{_module}")).items():
+    for _name, _fn in vars(getattr(ops, _module)).items():
         if _name[0] != "_" and any(_fn is known for known in TABLE.values()):
             _add(_name, _fn)
 for _overload, _fn in TABLE.items():

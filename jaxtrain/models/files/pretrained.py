@@ -87,6 +87,7 @@ FAMILIES = {
 }
 """Families by `model_type`. Modules are imported on first use."""
 
+_MODELS = "jaxtrain.models"
 _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
@@ -208,7 +209,7 @@ def _open(path: Path | str, dtype: Any | None, new_head: NewHead | None = None) 
     if new_head is not None:
         values = values | new_head.config_json(values)
     family, head = _family(values, folder)
-    module = importlib.import_module(f"{__package__}.{family.module}")
+    module = importlib.import_module(f"{_MODELS}.{family.module}")
     config, model = _shapes(module, head, values, folder)
     report_unread_settings(values, folder / CONFIG)
     _, *states = nnx.split(model, nnx.Param, nnx.BatchStat)
@@ -253,7 +254,8 @@ def save_pretrained(
     Raises:
       UserError: The folder contains weights already, or cannot be written.
     """
-    module = importlib.import_module(type(config).__module__.removesuffix(".config"))
+    family = type(config).__module__.removeprefix(f"{_MODELS}.").partition(".")[0]
+    module = importlib.import_module(f"{_MODELS}.{family}")
     trees = (params, {} if model_state is None else model_state)
     named = (pair for table, tree in zip(_tables(module, config), trees, strict=True) for pair in _named(table, tree))
     values = module.to_hf(config)
