@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.cli.compilation_cache import enable_compilation_cache
-from jaxtrain.cli.named_runs import recipe_name
+from jaxtrain.cli.named_recipe import recipe_name
 from jaxtrain.cli.plans.plan_gpu import plan_for_gpu
 from jaxtrain.cli.plans.plan_nodes import Nodes, plan_for_nodes
 from jaxtrain.cli.plans.scaling_tables import ScalingTables, columns

@@ -1,5 +1,7 @@
 """Run a recipe: checks, the training loop, checkpoints, guards, signals."""
 
+from jaxtrain.runner.announce import announce as announce
+from jaxtrain.runner.announce import conclude as conclude
 from jaxtrain.runner.checkpoint import Checkpoints, Retention
 from jaxtrain.runner.checkpoint import restore_params as restore_params
 from jaxtrain.runner.checkpoint import restore_state as restore_state

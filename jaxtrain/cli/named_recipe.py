@@ -1,4 +1,4 @@
-"""The arguments that name a recipe or a run, before the flags of a command."""
+"""The argument that names a recipe, before flags that are those of the recipe."""
 
 from jaxtrain.cli import nearest
 from jaxtrain.errors import UserError
@@ -23,12 +23,3 @@ def check_recipe_name(name: str) -> str:
             f"no recipe {name!r}{nearest(name, known)}: choose one of {', '.join(RECIPES)}, or FILE.py::NAME"
         )
     return name
-
-
-def run_folder_argument(args: list[str], usage: str) -> tuple[str, list[str]]:
-    """Return the folder of a run, the first argument, and the arguments after it; "DIR" as the folder with --help."""
-    if args and not args[0].startswith("-"):
-        return args[0], args[1:]
-    if any(a in ("-h", "--help") for a in args):
-        return "DIR", args
-    raise UserError(f"a run folder is required: {usage}")
