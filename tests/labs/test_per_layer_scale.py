@@ -202,6 +202,11 @@ def test_mistakes_are_named():
         wrong(wrong.init(_params()), _batch())
     with pytest.raises(jt.UserError, match=r"^per_layer_loss_scale is not supported in a pipeline: use other axes"):
         shard(wrong, make_mesh("pipeline=4"), {"layers": PartitionSpec("pipeline")})
+    plain = jt.train_step(_loss_fn, optax.sgd(0.1), precision="fp16")
+    with pytest.raises(
+        jt.UserError, match=r"^the state has a loss scale .*, but this step expects loss scales by layer"
+    ):
+        wrong(plain.init(_params()), _batch())
     for options, message in {
         "blocks=0": "blocks must be an integer of at least 1",
         "blocks=1, underflow=1.0": "underflow must be in",
