@@ -21,11 +21,11 @@ from jaxtrain.run import Recipe, load_recipe
 from jaxtrain.runner import frozen, optimizer_expression, recipe_optimizer
 from parity.attestation import environment
 from parity.case import Batch, Case
-from parity.cases.recipe import moments_of
+from parity.cases.recipe_case import moments_of
 from parity.optimizer import Optimizer
 from parity.report import Result
-from parity.report.page import write_page
 from parity.report.page_case import page_case
+from parity.report.verdict_page import write_page
 from parity.run import examine
 from parity.settings import settings_of
 from parity.sides.frozen import frozen_too, without_frozen

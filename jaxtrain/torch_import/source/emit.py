@@ -29,14 +29,14 @@ from jaxtrain.torch_import.interpret import pytorchs_promotion
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.ops.int64 import rounds
 from jaxtrain.torch_import.refusals import refusal
-from jaxtrain.torch_import.source.blocks import Origins, specs_of
+from jaxtrain.torch_import.source.call_tree import Origins, specs_of
+from jaxtrain.torch_import.source.class_functions import Module, Special
 from jaxtrain.torch_import.source.compare import fingerprint
 from jaxtrain.torch_import.source.constants import inline
 from jaxtrain.torch_import.source.custom import custom_item, with_own_names
 from jaxtrain.torch_import.source.expressions import Expr, literal
 from jaxtrain.torch_import.source.file import LOADING, file_of
-from jaxtrain.torch_import.source.functions import Module, Special
-from jaxtrain.torch_import.source.loops import loop_item
+from jaxtrain.torch_import.source.layer_loops import loop_item
 from jaxtrain.torch_import.source.signatures import Functions
 from jaxtrain.torch_import.source.writing import Writing
 
