@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import torch
+from rich.console import Console
 
 from jaxtrain.cost import flops
 from jaxtrain.port.rerun import like, set_start
@@ -23,7 +24,7 @@ from parity.attestation import environment
 from parity.case import Batch, Case
 from parity.cases.recipe_case import moments_of
 from parity.optimizer import Optimizer
-from parity.report import Result
+from parity.report import Result, waiting
 from parity.report.page_case import page_case
 from parity.report.verdict_page import write_page
 from parity.run import examine
@@ -52,9 +53,10 @@ def prove(result: Ported, folder: Path, name: str) -> Proof:
       name: Name in reports.
     """
     case = ported_case(result, folder, name)
-    examination = examine(case, "fp64")
-    if not examination.verdict.passed:
-        examination = examine(case, "fp64", locate=True)
+    with waiting(Console(stderr=True), name):
+        examination = examine(case, "fp64")
+        if not examination.verdict.passed:
+            examination = examine(case, "fp64", locate=True)
     found = examination.verdict
     write_page(folder / "proof.html", environment(), [page_case(Result(case, "fp64", settings_of(case), examination))])
     worst = f"losses {found.loss_rel:.0e}, gradients {found.grad_rel_max:.0e}, parameters {found.param_rel_max:.0e}"

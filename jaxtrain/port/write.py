@@ -109,10 +109,7 @@ def recipe_source(result: Ported, script: Path, args: Sequence[str]) -> str:
     """Return the text of `run.py`."""
     training, has_state = result.training, result.model.state is not None
     command = " ".join([script.name, *args])
-    settings = "\n".join(
-        f"    {name}: {kind} = {value!r}" + (f"  # {comment}" if comment else "")
-        for name, (kind, value, comment) in _settings(result).items()
-    )
+    settings = "\n".join(_field(name, *setting) for name, setting in _settings(result).items())
     takes, gives = (", model_state", "loss, model_state") if has_state else ("", "loss, _")
     state = ', port.arrays(HERE / "state.safetensors")' if has_state else ""
     weight = "1" if training.accumulate == 1 else f"1 / {training.accumulate}"
@@ -170,6 +167,24 @@ class Run(jt.Recipe):
             train={data},{fields}
         )
 '''
+
+
+def _field(name: str, kind: str, value: Any, comment: str) -> str:
+    """Return the lines of a setting: a long text in parts."""
+    text = repr(value)
+    if isinstance(value, str) and len(text) > _WIDTH:
+        parts = [""]
+        for word in value.split(" "):
+            if len(parts[-1]) + len(word) > _WIDTH:
+                parts.append("")
+            parts[-1] += f"{word} "
+        parts[-1] = parts[-1][:-1]
+        text = "\n        ".join(["(", *map(repr, parts)]) + "\n    )"
+    return (f"    # {comment}\n" if comment else "") + f"    {name}: {kind} = {text}"
+
+
+_WIDTH = 100
+"""Characters of a line of a long text."""
 
 
 def _settings(result: Ported) -> dict[str, tuple[str, Any, str]]:

@@ -12,6 +12,7 @@ from jaxtrain.port.rerun import check_rerun
 from jaxtrain.port.script import record
 from jaxtrain.port.understand import understood
 from jaxtrain.port.write import ported, write
+from jaxtrain.run import load_recipe
 from parity.ported import ported_case, prove
 from parity.run import check
 
@@ -66,12 +67,9 @@ def test_a_bug_in_the_written_settings_is_noticed(small, bug: str) -> None:
     result, folder = small
     name, change = BUGS[bug]
     text = (folder / "run.py").read_text()
-    (line,) = (line for line in text.splitlines() if line.strip().startswith(f"{name}:"))
-    before, _, value = line.partition(" = ")
-    value, hash_, comment = value.partition("  # ")
-    changed = f"{before} = {change(eval(value))!r}{hash_}{comment}"
-    assert changed != line
-    (folder / "run.py").write_text(text.replace(line, changed))
+    value = getattr(load_recipe(f"{folder / 'run.py'}::Run")[1], name)
+    changed = text.replace("    def task(self)", f"    {name}: object = {change(value)!r}\n\n    def task(self)")
+    (folder / "run.py").write_text(changed)
     try:
         proof = prove(result, folder, "small")
         assert not proof.passed
