@@ -42,7 +42,7 @@ from jaxtrain.models import (
 )
 from jaxtrain.models.files.hf_config import report_unread_settings
 from jaxtrain.models.llama import MODEL_TYPES
-from jaxtrain.records import Record
+from jaxtrain.records import Record, disregard, unread_fields
 from tests.data.finetuning.templates import byte_level, write_folder
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -112,6 +112,14 @@ def check(read: Callable[[Any], Any], document: Any) -> None:
 def texts(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
     folder = write_folder(tmp_path_factory.mktemp("model"), "chatml", byte_level(), chat_template=TEMPLATE)
     return ModelTokenizer(folder)
+
+
+def test_what_is_disregarded_or_shown_is_read_to_any_depth() -> None:
+    record = Record({"a": {"b": [{"c": {"d": 1}}]}, "e": {"f": {"g": 2}}})
+    disregard(record, "a")
+    assert unread_fields(record) == ["e"]
+    assert "'g': 2" in str(record)
+    assert unread_fields(record) == []
 
 
 @pytest.mark.parametrize("kind", [*ROWS, "labelled"])

@@ -46,6 +46,7 @@ def files() -> tuple[str, ...]:
     return tuple(sorted(x.relative_to(ROOT).as_posix() for folder in FOLDERS for x in (ROOT / folder).rglob("*.py")))
 
 
+@cache
 def imports(file: str) -> set[str]:
     """Return the files that a file imports, where it imports a name the one that defines it."""
     text = _STRING.sub("", (ROOT / file).read_text())

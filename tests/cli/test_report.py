@@ -104,7 +104,8 @@ def test_a_served_page_is_updated_with_its_run(served):
         '{"recipe": "x", "settings": {}, "devices": 5}',
     ):
         folder.config.write_text(text)
-        assert ask()[0] == 503
+        status, page, _ = ask()
+        assert (status, "config.json" in page, "UserError" in page) == (503, True, False)
 
 
 def test_idle_and_broken_clients_do_not_stop_the_server(served, monkeypatch, capfd):

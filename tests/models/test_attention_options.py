@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtrain.models.attention.dropout_mask import is_counter_based
 from tests.models.attention_programs import EVERYTHING, B, N, Program, attend, drawn, evaluated, on_path, with_gradients
 from tests.models.explicit_attention import eager, query_by_query
 
@@ -48,6 +49,14 @@ def assert_explicit(program, seeds):
 
 def test_all_options_together_equal_the_explicit_form():
     assert_explicit(EVERYTHING, range(5))
+
+
+def test_the_mask_of_a_block_is_drawn_alone_only_if_each_bit_depends_on_its_index():
+    keys = {impl: jax.random.key(0, impl=impl) for impl in ("threefry2x32", "rbg", "unsafe_rbg")}
+    assert [impl for impl, key in keys.items() if is_counter_based(key)] == ["threefry2x32"]
+    assert is_counter_based(jax.random.key_data(keys["threefry2x32"]))
+    with jax.threefry_partitionable(False):
+        assert not any(map(is_counter_based, keys.values()))
 
 
 @settings(max_examples=10, deadline=None)

@@ -1,35 +1,40 @@
 """Plant bugs of one line all over the sources, and ask which law sees each: `python -m tests.mutation`.
 
-The laws that execute the line run, the quickest first, in a process that has the changed module. A mutant is killed by
-a law that fails, and survives if they all pass within the time. A survivor is a missing law, or no bug: a program that
+What is measured is whether the laws of its area see a bug within a minute. The bug is planted in a copy of the
+repository. The laws that executed its line run first, of those that continuous integration draws of this commit; then
+other cases of these tests; then those of tests that executed another line of the file, the nearest line first; then all
+others, those of the nearest files by the graph of imports first. Of each group the quickest run first, and of each test
+one case before another. A mutant is killed by a law that fails, and passes without it. It survives if all pass that the
+time holds; "timeout" is a first law that takes all of it. A survivor is a missing law, or no bug: a program that
 computes the same, a message, a matter of speed.
 """
 
 import argparse
+import compileall
 import contextlib
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import io
 import itertools
 import json
 import multiprocessing
 import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import CodeType
-from typing import Any
+
+import pytest
 
 from tests.mutation.mutants import Mutant, sites
 from tests.mutation.reach import PATH, ROOT
-from tests.tiers import SHORT, function_of, recorded
+from tests.tiers import SHORT, file_of, function_of, recorded
+from tests.touched import FOLDERS, distances
 
 
 def reach_of(tests: Sequence[str]) -> dict[str, dict[str, list[int]]]:
@@ -64,100 +69,145 @@ def planted(count: int, folders: Sequence[str], seed: str) -> list[Mutant]:
     return [*itertools.islice((mutant for mutant in drawn if mutant is not None), count)]
 
 
-class _Changed(importlib.abc.MetaPathFinder):
-    """Imports a module with changed source."""
+class _Laws:
+    """A pytest plugin that runs laws in their order while the time holds them, and writes the first that fails."""
 
-    def __init__(self, mutant: Mutant) -> None:
-        self._name = ".".join(Path(mutant.file).with_suffix("").parts).removesuffix(".__init__")
-        self._mutant = mutant
+    def __init__(self, laws: Mapping[str, float], end: float, path: Path) -> None:
+        self._laws, self._end, self._path = laws, end, path
+        self.failed = ""
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name:
-            return None
-        path = str(ROOT / self._mutant.file)
-        return importlib.util.spec_from_file_location(name, path, loader=_Source(name, path, self._mutant.source))
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        order = {law: i for i, law in enumerate(self._laws)}
+        items[:] = sorted((x for x in items if x.nodeid in order), key=lambda item: order[item.nodeid])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if time.monotonic() + self._laws[item.nodeid] > self._end:
+            pytest.skip("no time")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.pytest_collectreport(report)
+        if report.when == "teardown":
+            self._path.write_text(self.failed)
+
+    def pytest_collectreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        # A module that cannot be imported any more fails before a test runs.
+        if report.failed and not self.failed:
+            self.failed = report.nodeid
 
 
-class _Source(importlib.machinery.SourceFileLoader):
-    def __init__(self, name: str, path: str, source: str) -> None:
-        super().__init__(name, path)
-        self._source = source
-
-    def get_code(self, fullname: str) -> CodeType:
-        return compile(self._source, self.path, "exec", dont_inherit=True)
-
-
-def _run(mutant: Mutant, laws: Sequence[str], path: str) -> None:
-    """Run laws on a mutant, and write the first that fails."""
-    import pytest
-
-    sys.meta_path.insert(0, _Changed(mutant))
-    failed: list[str] = []
-
-    class Failures:
-        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            if report.failed:
-                failed.append(report.nodeid)
-
-        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-            if report.failed:
-                failed.append(report.nodeid)
-
+def _run(root: Path, laws: Mapping[str, float], end: float, path: Path) -> None:
+    """Run laws on the repository in root, and write the first that fails."""
+    os.setsid()
+    os.chdir(root)
+    sys.path[:] = [str(root), *(x for x in sys.path if x not in ("", str(ROOT)))]
+    os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    _forget(*FOLDERS, "conftest")
+    plugin, status = _Laws(laws, end, path), pytest.ExitCode.OK
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         # To rewrite assertions, pytest would read the modules of parity, which has a plugin of it, itself.
         options = ["-n0", "-x", "-p", "no:cacheprovider", "--assert=plain"]
-        status = pytest.main([*options, *laws], plugins=[Failures()])
-    # A module that cannot be imported any more fails before a test runs.
-    Path(path).write_text(failed[0] if failed else "" if status == 0 else f"exit status {int(status)}")
+        for some in itertools.batched(laws, _TOGETHER):  # type: ignore[attr-defined]  # importing the files of all laws would take the time
+            if time.monotonic() < end and not plugin.failed and status in _PASSED:
+                status = pytest.ExitCode(pytest.main([*options, *some], plugins=[plugin]))
+    path.write_text(plugin.failed if plugin.failed or status in _PASSED else f"exit status {int(status)}")
 
 
-def killer(mutant: Mutant, laws: Sequence[str], seconds: float) -> str:
-    """Return the law that fails, "timeout" if the time is over, or "" if all pass."""
-    with tempfile.TemporaryDirectory() as folder:
+_TOGETHER = 12
+_PASSED = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
+def killer(root: Path, mutant: Mutant, laws: Mapping[str, float], seconds: float) -> str:
+    """Return the law that fails, "timeout" if the first takes all the time, or "" if those pass that it holds.
+
+    Args:
+      root: A copy of the repository, in which the mutant is planted meanwhile: other processes that laws start have it.
+      mutant: A changed source file.
+      laws: The seconds that laws take without it, in the order in which they run.
+      seconds: Seconds that they may take; a law that needs more than are left does not run.
+    """
+    end = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as folder, _planted(root, mutant):
         path = Path(folder) / "killer"
-        process = multiprocessing.get_context("fork").Process(target=_run, args=(mutant, laws, str(path)))
+        process = multiprocessing.get_context("fork").Process(target=_run, args=(root, laws, end, path))
         process.start()
         process.join(seconds)
         if process.is_alive():
-            process.kill()
+            assert process.pid is not None
+            os.killpg(process.pid, signal.SIGKILL)
             process.join()
-            return "timeout"
-        # A mutant that ends the process is seen as well.
-        return path.read_text() if path.exists() else f"exit code {process.exitcode}"
+        elif process.exitcode:  # a mutant that ends the process is seen as well
+            return f"exit code {process.exitcode}"
+        return path.read_text() if path.exists() else "timeout"
+
+
+def fails_without(root: Path, mutant: Mutant, law: str, seconds: float) -> bool:
+    """Return whether a law, or a file of laws, fails without the mutant, so that it says nothing about it."""
+    if law not in _WITHOUT:
+        original = mutant._replace(source=(ROOT / mutant.file).read_text())
+        _WITHOUT[law] = law.startswith("tests/") and killer(root, original, {law: 0.0}, seconds) != ""
+    return _WITHOUT[law]
+
+
+_WITHOUT: dict[str, bool] = {}
+
+
+@contextlib.contextmanager
+def _planted(root: Path, mutant: Mutant) -> Iterator[None]:
+    path = root / mutant.file
+    before = path.read_text()
+    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+        compiled.unlink()  # of a file of the same second and size Python would run it
+    path.write_text(mutant.source)
+    try:
+        yield
+    finally:
+        path.write_text(before)
+
+
+@contextlib.contextmanager
+def copied() -> Iterator[Path]:
+    """Yield a copy of the repository, which is removed afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder).resolve() / "repository"
+        shutil.copytree(ROOT, root, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv"))
+        if (ROOT / ".git").exists():
+            (root / ".git").symlink_to(ROOT / ".git")
+        compileall.compile_dir(root, quiet=2)
+        yield root
 
 
 def laws_of(
     mutant: Mutant, reach: Mapping[str, Mapping[str, Sequence[int]]], seconds: Mapping[str, float], budget: float
-) -> list[str]:
-    """Return the quickest laws that execute the line of a mutant, of each test one before another case of it."""
-    found = sorted(
-        (seconds.get(law, SHORT / 3), law) for law, files in reach.items() if mutant.line in files.get(mutant.file, ())
-    )
-    order = defaultdict(list)
-    for x in found:
-        order[function_of(x[1])].append(x)
-    rounds = [x for i in range(8) for cases in order.values() for x in cases[i : i + 1]]
-    chosen, total = [], 0.0
-    for took, law in rounds:
-        if not chosen or total + took <= budget:
-            chosen.append(law)
-            total += took
+) -> dict[str, float]:
+    """Return the seconds of the laws of a mutant, in the order in which they run.
+
+    Args:
+      mutant: A changed source file.
+      reach: The lines that laws execute, by law and file.
+      seconds: How long laws take; the others take little.
+      budget: Seconds of the laws together.
+    """
+    nearness, executed = distances([mutant.file]), defaultdict[str, set[int]](set)
+    for law, files in reach.items():
+        executed[function_of(law)].update(files.get(mutant.file, ()))
+    order: dict[tuple[bool, int, int], dict[str, list[tuple[float, str]]]] = defaultdict(lambda: defaultdict(list))
+    for law, files in reach.items():
+        lines, far = executed[function_of(law)], nearness.get(file_of(law))
+        if lines or far is not None:
+            apart = min((abs(line - mutant.line) for line in lines), default=far or 0)
+            drawn = 0 if mutant.line in files.get(mutant.file, ()) else 2 if files else 1
+            order[not lines, apart, drawn][function_of(law)].append((seconds.get(law, SHORT / 3), law))
+    chosen: dict[str, float] = {}
+    for near in sorted(order):
+        cases = sorted((i, *case) for test in order[near].values() for i, case in enumerate(sorted(test)))
+        for _, took, law in cases:
+            if took <= (budget - sum(chosen.values())) / 2:  # a long one leaves time for others
+                chosen[law] = took
     return chosen
-
-
-def refuse_failing(
-    every: Sequence[Mutant],
-    reach: Mapping[str, Mapping[str, Sequence[int]]],
-    seconds: Mapping[str, float],
-    budget: float,
-) -> None:
-    """End the command if the laws of a mutant fail without it."""
-    for mutant in every:
-        if laws := laws_of(mutant, reach, seconds, 0.75 * budget):
-            if found := killer(mutant._replace(source=(ROOT / mutant.file).read_text()), laws, budget):
-                sys.exit(f"{found} without a mutant")
-            return
 
 
 def main() -> None:
@@ -179,27 +229,32 @@ def main() -> None:
     seconds = {law: x for law, x in recorded().items() if x is not None}
     counts = Counter[str]()
     _import_libraries()
-    every = planted(args.count, args.sources, args.seed)
-    refuse_failing(every, reach, seconds, args.seconds)
-    for mutant in every:
-        laws, start = laws_of(mutant, reach, seconds, 0.75 * args.seconds), time.monotonic()
-        found = killer(mutant, laws, args.seconds) if laws else "unreached"
-        outcome = found if found in ("", "unreached", "timeout") else "killed"
-        counts[outcome or "survived"] += 1
-        print(
-            f"{outcome or 'survived':9} {time.monotonic() - start:5.1f} s  {mutant}  [{found or f'{len(laws)} laws'}]",
-            flush=True,
-        )
+    with copied() as root:
+        for mutant in planted(args.count, args.sources, args.seed):
+            laws, start = laws_of(mutant, reach, seconds, args.seconds), time.monotonic()
+            found = killer(root, mutant, laws, args.seconds)
+            while found and fails_without(root, mutant, found, args.seconds):
+                laws = {law: x for law, x in laws.items() if found not in (law, file_of(law))}
+                found = killer(root, mutant, laws, args.seconds)
+            outcome = found if found == "timeout" else "killed" if found else "survived"
+            counts[outcome] += 1
+            took = time.monotonic() - start
+            print(f"{outcome:9} {took:5.1f} s  {mutant}  [{found or f'{len(laws)} laws'}]", flush=True)
     print(dict(counts))
 
 
 def _import_libraries() -> None:
     """Import what all tests import, so that each process has it; nothing of it starts a thread."""
     importlib.import_module("conftest")  # sets the environment before JAX is imported
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("jaxtrain", "conftest")]:
-        del sys.modules[name]
-    for name in ("jax", "jax.numpy", "optax", "flax", "torch", "torch.export", "transformers", "pytest"):
+    _forget("jaxtrain", "conftest")
+    for name in ("jax", "jax.numpy", "optax", "flax", "torch", "torch.export", "transformers"):
         importlib.import_module(name)
+
+
+def _forget(*packages: str) -> None:
+    """Import packages again when they are needed."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[name]
 
 
 if __name__ == "__main__":

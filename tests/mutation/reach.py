@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -43,6 +44,11 @@ class Reach:
         found = yield
         self._lines[item.nodeid] = dict(self._now)
         return found
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Note the laws that do not run: of their lines nothing is known."""
+        laws = (item for item in items if item.get_closest_marker("law") and not item.get_closest_marker("nightly"))
+        self._lines |= {item.nodeid: {} for item in laws}
 
     def pytest_sessionfinish(self) -> None:
         """Write the lines."""

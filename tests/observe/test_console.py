@@ -85,6 +85,7 @@ def test_a_terminal_sees_the_same_numbers_live():
         "skipped 1",
         "1.00 GiB",
         "validation loss 1.250",
+        "best validation 1.25 at step 2",
         "answers, step 2",
         "prompt    Why???",
         "? so ",

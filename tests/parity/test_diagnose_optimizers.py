@@ -23,14 +23,28 @@ from parity.explain.stages import stages
 from parity.optimizer import Optimizer
 from tests.parity.diagnosed_cases import ROWS, SGD, diagnosed
 
+# Of a leaf, by the norm of all and the bound.
+CLIPPED: dict[str, Callable[[jax.Array, jax.Array, float], jax.Array]] = {
+    "factor has no 1e-6": lambda g, norm, bound: g * jnp.minimum(bound / norm, 1),
+    "norm is each leaf's": lambda g, norm, bound: g * jnp.minimum(bound / (jnp.sqrt((g**2).sum()) + 1e-6), 1),
+    "clipping is by value": lambda g, norm, bound: jnp.clip(g, -bound, bound),
+    "gradients are not clipped": lambda g, norm, bound: g,
+    "factor may be over 1": lambda g, norm, bound: g * bound / (norm + 1e-6),
+    "bound is for the norm's square": lambda g, norm, bound: g * jnp.minimum(bound**0.5 / (norm + 1e-6), 1),
+}
 
-@pytest.mark.parametrize("convention", CLIPPING, ids=lambda c: c.has)
-def test_a_convention_of_clipping_is_diagnosed(convention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    over = convention.has == "factor may be over 1"
-    tiny = two_leaves(clip_norm=1e4 if over else 2.0)
-    monkeypatch.setattr(stagewise, "clip_grad_norm", lambda grads, bound: (convention.clipped(grads, bound), None))
+
+@pytest.mark.parametrize("has", CLIPPED)
+def test_a_convention_of_clipping_is_diagnosed(has: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def clipped(grads: Any, bound: float) -> Any:
+        norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
+        return jax.tree.map(lambda g: CLIPPED[has](g, norm, bound), grads), None
+
+    assert [x.has for x in CLIPPING] == [*CLIPPED]
+    tiny = two_leaves(clip_norm=1e4 if has == "factor may be over 1" else 2.0)
+    monkeypatch.setattr(stagewise, "clip_grad_norm", clipped)
     found = diagnosed(tiny)
-    assert (found and found.has) == convention.has
+    assert (found and found.has) == has
 
 
 def test_an_unknown_clipping_has_no_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:

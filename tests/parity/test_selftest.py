@@ -21,6 +21,7 @@ import jaxtrain.step.loss_scale
 import jaxtrain.step.step
 from jaxtrain.passes import remat
 from jaxtrain.passes.policies import POLICIES
+from jaxtrain.step import Loss
 from parity import selftest
 from parity.cli import main
 from parity.record import Record, Snapshot
@@ -124,6 +125,14 @@ def test_half_of_the_hidden_values_are_dropped_if_there_is_a_key() -> None:
     assert whole.total / whole.weight == pytest.approx(step_check.WIDTH**2)
     # Half of the values are kept: the mean of a binomial number's square.
     assert dropped.total / dropped.weight == pytest.approx(step_check.WIDTH**2 / 4 + step_check.WIDTH / 4, rel=0.1)
+
+
+def test_updates_are_changes_of_the_parameters() -> None:
+    # Their distances are relative to the changes, not to the parameters.
+    batch = {"x": np.array([1.0, 2.0, 5.0]), "weight": np.ones(3)}
+    loss_fn = lambda params, batch, rng: (Loss((params["w"] * batch["x"]).sum(), batch["weight"].sum()), {})  # noqa: E731
+    changes, _ = step_check._update(loss_fn, {"w": np.full((), 1000.0)}, batch)
+    assert changes["w"] == pytest.approx(-8 / 3, rel=1e-12)
 
 
 # The command.
@@ -329,6 +338,9 @@ def test_a_run_is_judged_by_pytorchs_distance_to_the_float64_run(monkeypatch: py
     assert failed(found(gpt2_check.precision)) == set()
     monkeypatch.setattr(jax_side, "run", run_off_by(6.0, 1.0, 1.0))
     assert failed(found(gpt2_check.precision)) == {"GPT-2, bf16, 5 steps", "GPT-2, fp16, 5 steps"}
+    for off in ((1.0, 2.1, 1.0), (1.0, 1.0, 2.1)):
+        monkeypatch.setattr(jax_side, "run", run_off_by(*off))
+        assert failed(found(gpt2_check.precision)) == {f"GPT-2, {low}, 5 steps" for low in gpt2_check.LOW}
     monkeypatch.setattr(jax_side, "run", run_off_by(np.nan))
     assert len(failed(found(gpt2_check.precision))) == 5
 

@@ -92,6 +92,11 @@ def test_the_examples_are_shown_before_anything_is_compiled(root, monkeypatch, c
         ("--seq-len 65", "seq_len 65 exceeds the 64 positions of"),
         ("--targets q_proj", "targets 'q_proj' match no whole path of a linear layer: these are layers/"),
         ("--loss dpo", "the examples are of the kind Conversation: add the fields chosen and rejected"),
+        (
+            "--model a/b",
+            "model a/b does not exist: give a local folder or file, or get it from the Hub: hf download a/b ",
+        ),
+        *((f"--model {x}", f"{x} does not exist: give a local folder or file\n") for x in ("a", "/b", "a/b/c")),
         ("--validation nowhere.jsonl", "validation nowhere.jsonl does not exist"),
         ("--chat-template nowhere.jinja", "chat_template nowhere.jinja does not exist: give a local folder or file"),
         ("--date 26.7.2024", "date 26.7.2024 is no date: write it as YYYY-MM-DD"),

@@ -11,9 +11,11 @@ import transformers
 from rouge_score.rouge_scorer import RougeScorer
 
 from jaxtrain.cli import conversation
+from jaxtrain.data.finetuning import ModelTokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.recipes.finetune import FineTuneRecipe
 from jaxtrain.recipes.finetuning import answer_scores
+from jaxtrain.recipes.finetuning.answers import end_token
 from tests.data.finetuning.templates import byte_level, write_folder
 
 NEW = 12
@@ -99,6 +101,17 @@ def test_answers_and_scores_are_those_of_transformers_and_rouge_score(root, tmp_
     chunks = [*task.reply(params, said, length=NEW, temperature=0, seed=0)]
     assert len(chunks) > 1
     assert "".join(chunks) == expected[1]
+
+
+@pytest.mark.parametrize("after", ["<|im_end|>\n", ".\n<|im_end|>", "\n", ""])
+def test_an_answer_ends_with_the_first_special_token_after_it(after, tmp_path):
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content }}" + after + "{% endfor %}"
+    texts = ModelTokenizer(
+        write_folder(tmp_path, "chatml", byte_level(), chat_template=template, eos_token="<|endoftext|>")
+    )
+    (of_turn,), (of_text,) = (texts.encode(token).tolist() for token in ("<|im_end|>", "<|endoftext|>"))
+    assert end_token(texts, True) == (of_turn if "<|im_end|>" in after else of_text)
+    assert end_token(texts, False) == of_text
 
 
 def test_scores_without_rouge_score_are_left_out_and_targets_refused(monkeypatch):

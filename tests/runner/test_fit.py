@@ -322,10 +322,13 @@ class Displayed:
         self.contents = []
 
     def __call__(self, content, *, raw, display_id):
+        assert raw
+        assert display_id
         self.contents.append(content)
         return self
 
     def update(self, content, *, raw):
+        assert raw
         self.contents.append(content)
 
 

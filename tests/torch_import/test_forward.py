@@ -51,7 +51,8 @@ def copy_to_data(part: Any, new: torch.Tensor) -> None:
 
 
 def fill_diagonal(module: Any, x: torch.Tensor) -> torch.Tensor:
-    return ((x * module.w).T @ x).fill_diagonal_(5.0) * module.w
+    square = ((x * module.w).T @ x).fill_diagonal_(5.0)
+    return (square * x[:3, :, None]).fill_diagonal_(2.0) * module.w
 
 
 def packed(module: Any, x: torch.Tensor) -> Any:

@@ -198,6 +198,32 @@ def test_a_function_with_a_gradient_of_its_own_is_a_custom_vjp(tmp_path: Path) -
         np.testing.assert_allclose(grads[name], expected.numpy(), rtol=1e-5)
 
 
+class Bessel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.special.bessel_j0(x) * self.scale
+
+
+def bessel_j0(x: jax.Array) -> jax.Array:
+    return 1 - x**2 / 4
+
+
+def test_the_users_function_of_an_operation_is_imported_or_refused(tmp_path: Path) -> None:
+    x = np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3)
+    name = "aten.special_bessel_j0.default"
+    model = jt.from_torch(Bessel(), x, ops={name: bessel_j0})
+    path = model.save_source(tmp_path / "model.py")[0]
+    assert f"from {__name__} import bessel_j0" in path.read_text()
+    with jax.numpy_rank_promotion("allow"):
+        found = import_file(path).model(load_file(tmp_path / "params.safetensors"), x)
+    np.testing.assert_allclose(jax.tree.leaves(found)[0], (1 - x**2 / 4) * [1, 2, 3], rtol=1e-6)
+    with pytest.raises(UserError, match=r"cannot be imported by the emitted file.*: define it at the top level"):
+        jt.from_torch(Bessel(), x, ops={name: lambda x: bessel_j0(x)}).source()
+
+
 def _text_batch() -> dict[str, np.ndarray]:
     ids = np.arange(16, dtype=np.int32).reshape(2, 8)
     return {"input_ids": ids, "labels": ids}

@@ -145,8 +145,7 @@ def _fill_diagonal_(self: torch.Tensor, value: float, wrap: bool = False) -> tor
         raise refusal("fill_diagonal_ with wrap=True", "assign to a diagonal")
     diagonal = self
     while diagonal.ndim > 1:
-        # The diagonal of the first two axes goes to the end.
-        diagonal = diagonal.diagonal() if diagonal.ndim == 2 else diagonal.diagonal(0, 0, 1).movedim(-1, 0)
+        diagonal = diagonal.diagonal()
     diagonal.fill_(value)
     return self
 

@@ -209,6 +209,17 @@ def test_rows_have_the_weights_of_their_examples_and_count_divided_ones(made: An
     )
 
 
+def test_preferences_whose_answers_are_several_texts_are_refused(made: Any, tmp_path: Path) -> None:
+    texts = ModelTokenizer(write_folder(tmp_path / "model", "qwen-3", made))
+    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+    rejected = [{**answer, "content": "No"}, user, answer]
+    file = write(tmp_path / "a.jsonl", [{"prompt": [user], "chosen": [answer, user, answer], "rejected": rejected}])
+    with pytest.raises(
+        UserError, match=r"line 1: .* rewrites earlier answers, so that the 2 answers are no single text"
+    ):
+        encode_examples(read_examples(file), texts)
+
+
 def test_empty_and_endless_answers_and_duplicates_are_counted(made: Any, tmp_path: Path) -> None:
     template = tmp_path / "endless.jinja"
     template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
