@@ -65,7 +65,7 @@ def test_a_terminal_shows_each_name_beside_its_message(capsys, monkeypatch):
 
 
 def test_problems_are_counted_and_are_the_exit_status(capsys, monkeypatch):
-    found = [doctor.Finding(name, status, "") for name, status in (("disk", "problem"), ("torch", "note"))]
+    found = [installation.Finding(name, status, "") for name, status in (("disk", "problem"), ("torch", "note"))]
     for n, text in enumerate(("no problems", "1 problem", "2 problems")):
         monkeypatch.setattr("jaxtrain.debug.run_checks", lambda n=n: iter([*[found[0]] * n, found[1]]))
         assert main([]) == (1 if n else 0)
