@@ -14,7 +14,7 @@ import jaxtrain
 from benchmarks.budget import Budget
 from jaxtrain.errors import UserError
 from jaxtrain.fields import Bound, field_errors
-from jaxtrain.flags import Flag, parse
+from jaxtrain.flags import Flag, check_writable, parse
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _run(options: Benchmarks) -> int:
     if wrong := field_errors(options):
         raise UserError(f"--{wrong[0]}")
     for path in (options.json, options.html, options.png):
-        _check_writable(path)
+        check_writable(path)
     # Workers share the accelerator with this process.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -99,11 +99,6 @@ def _run(options: Benchmarks) -> int:
             _print(console, document)
             _write_pages(options.html, options.png, document)
     return 0
-
-
-def _check_writable(path: Path | None) -> None:
-    if path and not os.access(path.absolute().parent, os.W_OK):
-        raise UserError(f"cannot write {path}: create the folder {path.parent} or choose a writable one")
 
 
 def _figures(suite: str, results: Any) -> dict[str, Any]:

@@ -45,21 +45,21 @@ class Workload:
 
 def _gpt2(vocab_size: int, width: int, depth: int, heads: int, rows: int, length: int) -> Case:
     from jaxtrain.models import GPT2Config
-    from parity.cases import gpt2
+    from parity.cases.built_in import gpt2_case
 
     config = GPT2Config(vocab_size=vocab_size, n_positions=length, n_embd=width, n_layer=depth, n_head=heads)
-    return gpt2.case(config, reference=config, rows=rows, tokens=length + 1)
+    return gpt2_case.case(config, reference=config, rows=rows, tokens=length + 1)
 
 
 def _mlp(rows: int, side: int = 28, hidden: int = 512) -> Case:
-    from parity.cases import mlp
+    from parity.cases.built_in import mlp_case
 
-    return replace(mlp.case(side=side, hidden=hidden), rows=rows)
+    return replace(mlp_case.case(side=side, hidden=hidden), rows=rows)
 
 
 def _llama(vocab_size: int, width: int, hidden: int, depth: int, heads: int, keys: int, rows: int, length: int) -> Case:
     from jaxtrain.models import LlamaConfig
-    from parity.cases import llama
+    from parity.cases.built_in import llama_case
 
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -71,12 +71,12 @@ def _llama(vocab_size: int, width: int, hidden: int, depth: int, heads: int, key
         head_dim=width // heads,
         max_position_embeddings=length,
     )
-    return llama.sized("llama", config, packed=True, clip_norm=1.0, rows=rows, tokens=length)
+    return llama_case.sized("llama", config, packed=True, clip_norm=1.0, rows=rows, tokens=length)
 
 
 def _bert(vocab_size: int, width: int, depth: int, heads: int, rows: int, length: int) -> Case:
     from jaxtrain.models import BertConfig
-    from parity.cases import bert
+    from parity.cases.built_in import bert_case
 
     config = BertConfig(
         vocab_size=vocab_size,
@@ -88,12 +88,12 @@ def _bert(vocab_size: int, width: int, depth: int, heads: int, rows: int, length
         attention_probs_dropout_prob=0.0,
         max_position_embeddings=length,
     )
-    return bert.sized(config, rows)
+    return bert_case.sized(config, rows)
 
 
 def _t5(vocab_size: int, width: int, hidden: int, depth: int, heads: int, rows: int, length: int, target: int) -> Case:
     from jaxtrain.models import T5Config
-    from parity.cases import t5
+    from parity.cases.built_in import t5_case
 
     config = T5Config(
         vocab_size=vocab_size,
@@ -104,19 +104,19 @@ def _t5(vocab_size: int, width: int, hidden: int, depth: int, heads: int, rows: 
         num_decoder_layers=depth,
         num_heads=heads,
     )
-    return t5.case(config, rows=rows, source=length, target=target)
+    return t5_case.case(config, rows=rows, source=length, target=target)
 
 
 def _resnet(depth: int, side: int, rows: int) -> Case:
     from jaxtrain.models import RESNET_18, RESNET_50
-    from parity.cases import resnet
+    from parity.cases.built_in import resnet_case
 
-    return resnet.sized(f"resnet{depth}", {18: RESNET_18, 50: RESNET_50}[depth], side, clip_norm=1.0, rows=rows)
+    return resnet_case.sized(f"resnet{depth}", {18: RESNET_18, 50: RESNET_50}[depth], side, clip_norm=1.0, rows=rows)
 
 
 def _vit(side: int, patch: int, width: int, depth: int, heads: int, rows: int) -> Case:
     from jaxtrain.models import ViTConfig
-    from parity.cases import vit
+    from parity.cases.built_in import vit_case
 
     config = ViTConfig(
         image_size=(side, side),
@@ -127,7 +127,7 @@ def _vit(side: int, patch: int, width: int, depth: int, heads: int, rows: int) -
         intermediate_size=4 * width,
         num_labels=1000,
     )
-    return vit.sized(config, rows)
+    return vit_case.sized(config, rows)
 
 
 TINY = {"vocab_size": 256, "width": 128, "depth": 4, "heads": 4, "rows": 12, "length": 64}

@@ -6,6 +6,7 @@ The map of the package. Each line may import only from the lines above it (`test
     paths                   parameter paths and predicates on them
     interrupts              Ctrl-C that no callback drops
     records                 fields of files that nobody read
+    cases                   the parity case of an imported model, which parity provides
     user_cache              the user's cache folder
     user_file               imports a user's Python file
     folder_files            files of a folder that may come from somebody else: no links followed
@@ -34,7 +35,9 @@ The map of the package. Each line may import only from the lines above it (`test
     runner                  fit: loop, checkpoints, guards, signals
     planning                what fits in memory; scaling over devices
     export                  ONNX, StableHLO, Hugging Face, PyTorch
+    port                    a PyTorch training script, unmodified, as a recipe
     cli                     the commands
+    labs                    what is proved and not yet earned a place: pipeline axis, layer scales, process watch
 
 Public names are imported on first use, so that the commands start quickly.
 """
@@ -45,6 +48,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxtrain.cpu.host_memory import keep_host_memory
     from jaxtrain.errors import UserError
+    from jaxtrain.labs.loss_scales import per_layer_loss_scale
     from jaxtrain.optim import EffectiveBatch
     from jaxtrain.passes import Fp8, Policy, autocast, autocast_disabled, block, hook, kernel
     from jaxtrain.run import Audio, Image, Initial, Predictions, Recipe, Table, Task, Text
@@ -56,7 +60,6 @@ if TYPE_CHECKING:
         dynamic_loss_scale,
         eval_step,
         leaf_name,
-        per_layer_loss_scale,
         precision_losses,
         static_loss_scale,
         train_step,
@@ -104,13 +107,13 @@ __all__ = [
 _MODULES = {
     "cpu.host_memory": ("keep_host_memory",),
     "errors": ("UserError",),
+    "labs.loss_scales": ("per_layer_loss_scale",),
     "optim": ("EffectiveBatch",),
     "runner": ("fit",),
     "run": ("Audio", "Image", "Initial", "Predictions", "Recipe", "Table", "Task", "Text"),
     "step": (
         *("Loss", "TrainState", "TrainStep", "dynamic_loss_scale"),
-        *("eval_step", "leaf_name", "per_layer_loss_scale", "precision_losses"),
-        *("static_loss_scale", "train_step"),
+        *("eval_step", "leaf_name", "precision_losses", "static_loss_scale", "train_step"),
     ),
     "torch_import": ("ImportedModel", "SavedModel", "from_torch", "load_imported"),
     "passes": ("Fp8", "Policy", "autocast", "autocast_disabled", "block", "hook", "kernel"),

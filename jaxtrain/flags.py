@@ -13,6 +13,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import os
 import re
 import textwrap
 import types
@@ -368,6 +369,12 @@ def _check_paths(settings: Any) -> None:
                 raise UserError(
                     f"{field.name} {brief(str(value))} is not a valid path ({reason}): use another"
                 ) from None
+
+
+def check_writable(path: Path | None) -> None:
+    """Raise `UserError` for a file that a command is to write at its end, and could not."""
+    if path and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise UserError(f"'{path}' cannot be written: name a file in a writable folder")
 
 
 @functools.cache

@@ -19,14 +19,28 @@ The map of the package, in its order: a file or folder imports only those above 
     distributed/               meshes against ranks of PyTorch
     selftest/                  whether this machine computes correctly, without PyTorch
     report/                    tables, JSON and HTML
+    ported                     the proof of `jaxtrain port`
     own_errors, cli            errors of a user's file in one line; the commands
     pytest_plugin              the pytest marker
 """
 
+from typing import Any
+
+from jaxtrain import cases
 from parity.case import Case
 from parity.compare.verdict import Verdict
 from parity.explain.locate import locate
 from parity.optimizer import AdamW, Optimizer
 from parity.run import assert_matches, check
+
+
+def _imported_case(*args: Any, **kwargs: Any) -> Case:
+    """Call `parity.cases.imported.imported_case`, whose import needs JAX."""
+    from parity.cases.imported import imported_case
+
+    return imported_case(*args, **kwargs)
+
+
+cases.provide(_imported_case)
 
 __all__ = ["AdamW", "Case", "Optimizer", "Verdict", "assert_matches", "check", "locate"]

@@ -67,6 +67,7 @@ class Case:
       not_exercised: Lines on the settings of a run that no check of this case uses.
       module: The user's own module, if `torch_model` returns that one. It is set back after every use.
       outputs: What an imported module returns, compared too (`parity.compare.outputs`); None for the loss alone.
+      is_large: Whether a step computes so much that its program is worth optimizing.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Case:
     not_exercised: tuple[str, ...] = ()
     module: "torch.nn.Module | None" = None
     outputs: Outputs | None = None
+    is_large: bool = False
 
     def __post_init__(self) -> None:
         from jaxtrain.errors import UserError

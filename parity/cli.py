@@ -3,7 +3,6 @@
 import difflib
 import json
 import logging
-import os
 import sys
 import time
 import traceback
@@ -20,7 +19,7 @@ import jaxtrain
 from jaxtrain.cli import nearest
 from jaxtrain.errors import UserError
 from jaxtrain.fields import Count, CountOrZero, Rate, field_errors
-from jaxtrain.flags import Flag, parse, parse_known
+from jaxtrain.flags import Flag, check_writable, parse, parse_known
 from parity.attestation import environment
 from parity.case import Case
 from parity.cases import CASES, SUMMARIES, case_of
@@ -182,7 +181,7 @@ def _parsed(args: Sequence[str]) -> tuple[Any, list[str]]:
     if wrong := field_errors(options):
         raise UserError(f"--{wrong[0]}")
     for file in (getattr(options, "json", None), getattr(options, "html", None)):
-        _check_writable(file)
+        check_writable(file)
     return options, flags
 
 
@@ -225,8 +224,8 @@ def _run(options: Run, flags: list[str], console: Console) -> int:
     if options.json:
         options.json.write_text(json.dumps(document(results), indent=2, allow_nan=False) + "\n")
     if options.html:
-        from parity.report.page import write_page  # imports what no other command needs
         from parity.report.page_case import page_case
+        from parity.report.verdict_page import write_page  # imports what no other command needs
 
         write_page(options.html, environment(), [page_case(result) for result in results])
     return 0 if all(result.verdict.passed for result in results) else 1
@@ -422,11 +421,6 @@ def _check_case(name: str) -> None:
         near = difflib.get_close_matches(name, CASES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(CASES)}, or path/to/file.py::case"
         raise UserError(f"unknown case {name!r}: {hint}")
-
-
-def _check_writable(path: Path | None) -> None:
-    if path and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise UserError(f"'{path}' cannot be written: name a file in a writable folder")
 
 
 _COMMANDS: dict[str, tuple[type, Callable[..., int]]] = {

@@ -17,8 +17,9 @@ HARNESS = (
 def is_of_harness(file: str) -> bool:
     """Return whether a file is of what runs a case rather than of the case: the line of its caller is informative.
 
-    >>> from parity.cases import imported, mlp
-    >>> is_of_harness(__file__), is_of_harness(imported.__file__), is_of_harness(mlp.__file__)
+    >>> from parity.cases import imported
+    >>> from parity.cases.built_in import mlp_case
+    >>> is_of_harness(__file__), is_of_harness(imported.__file__), is_of_harness(mlp_case.__file__)
     (True, True, False)
     """
     path = Path(file)

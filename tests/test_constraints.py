@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from jaxtrain.debug.doctor import TESTED_JAX, TESTED_TORCH
+from jaxtrain.debug.installation import TESTED_JAX, TESTED_TORCH
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from jaxtrain.cli.flags import recipe_name
+from jaxtrain.cli.named_recipe import recipe_name
 from jaxtrain.cli.train import Train, parse_recipe
 from jaxtrain.flags import parse_known
 from jaxtrain.recipes import RECIPES

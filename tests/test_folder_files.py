@@ -158,9 +158,9 @@ def test_text_that_has_no_encoding_is_written(tmp_path):
 
 # Modules that read or write files of a run folder or of a bundle.
 MODULES = [
-    *(ROOT / "jaxtrain/observe").glob("*.py"),
-    *(ROOT / "jaxtrain/runner").glob("*.py"),
-    *(ROOT / f"jaxtrain/{name}.py" for name in ("run_folder", "profile/trace", "export/torch_run")),
+    *(ROOT / "jaxtrain/observe").rglob("*.py"),
+    *(ROOT / "jaxtrain/runner").rglob("*.py"),
+    *(ROOT / f"jaxtrain/{name}.py" for name in ("run_folder", "profile/trace", "export/torch_checkpoint")),
     *(ROOT / f"jaxtrain/cli/{name}.py" for name in ("eval", "report", "replay", "train", "profile", "sample")),
     ROOT / "parity/bundle.py",
 ]
@@ -170,7 +170,7 @@ FORBIDDEN = {
 }
 # What is opened there is not a file of a run that another process may have written.
 ALLOWED = {
-    ("report.py", "resources"): "the package's own script",
+    ("run_report.py", "resources"): "the package's own script",
     ("eval.py", "path.write_text"): "the file that --json names",
     ("lock.py", "os.open(self._path"): "the folder itself, to lock it",
     ("run_folder.py", "os.open(path"): "opened to flush it",

@@ -69,8 +69,8 @@ def test_a_promise_names_tests_or_all_of_a_file() -> None:
 
 
 def test_a_changed_file_is_nearest_to_those_that_import_what_it_defines() -> None:
-    found = distances({"jaxtrain/step/clip.py"})
-    assert found["jaxtrain/step/clip.py"] == 0
+    found = distances({"jaxtrain/step/update/clip.py"})
+    assert found["jaxtrain/step/update/clip.py"] == 0
     assert found["tests/step/test_clip.py"] < found["tests/cli/test_train.py"]
     assert "tests/observe/test_charts.py" not in found
 

@@ -40,7 +40,7 @@ from jaxtrain.models import (
     save_adapters,
     save_pretrained,
 )
-from jaxtrain.models.hf_config import report_unread_settings
+from jaxtrain.models.files.hf_config import report_unread_settings
 from jaxtrain.models.llama import MODEL_TYPES
 from jaxtrain.records import Record, disregard, unread_fields
 from tests.data.finetuning.templates import byte_level, write_folder

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from jaxtrain.cli.flags import run_folder_argument
 from jaxtrain.errors import UserError, escape_unprintable
-from jaxtrain.flags import parse
+from jaxtrain.flags import Flag, parse
 from jaxtrain.folder_files import make_folder, new_file, write_file
 from jaxtrain.observe import error_summary, log_error_analysis, write_error_page
 from jaxtrain.run import Media, Recipe, Task, split_media
@@ -26,6 +25,8 @@ from jaxtrain.step import TrainState, averaged
 class Eval:
     """Evaluate a run's newest checkpoint as the run itself does, and list the examples with the highest loss."""
 
+    folder: Annotated[str, Flag(positional=True, metavar="DIR")] = ""
+    """The run's folder."""
     split: Literal["validation", "train"] = "validation"
     """validation: the examples of the run's evaluations; train: the same number of training examples."""
     worst: int = 10
@@ -38,9 +39,8 @@ class Eval:
 
 def main(args: list[str]) -> int:
     """Parse, restore, evaluate, write, print."""
-    name, flags = run_folder_argument(args, "jaxtrain eval DIR [--worst N] [--out PAGE.html]")
-    run = RunFolder(Path(name))
-    options = parse(Eval(), flags, f"jaxtrain eval {run.path}")
+    options = parse(Eval(), args, "jaxtrain eval")
+    run = RunFolder(Path(options.folder))
     if options.worst < 1:
         raise UserError(f"--worst must be positive, got {options.worst}: use 1 or more")
     recipe_name, recipe = read_recipe(run)

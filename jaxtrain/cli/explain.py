@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxtrain.cli.flags import recipe_name
+from jaxtrain.cli.named_recipe import recipe_name
 from jaxtrain.cost import find_target, gpu_devices
 from jaxtrain.distributed import make_mesh, parse_mesh, shard
 from jaxtrain.flags import parse_both

@@ -6,23 +6,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from jaxtrain.cli.flags import run_folder_argument
 from jaxtrain.data.finetuning import ModelTokenizer
 from jaxtrain.errors import UserError, escape_unprintable
-from jaxtrain.export import huggingface, onnx, stablehlo, torch_run
+from jaxtrain.export import huggingface, onnx, stablehlo, torch_checkpoint
 from jaxtrain.export.inference import Inference, build_inference
 from jaxtrain.export.model_card import ModelCard, auto_class
 from jaxtrain.export.predict import predict_inference
 from jaxtrain.export.transformers_logits import missing_packages, transformers_logits
 from jaxtrain.export.verify import ALIKE, Trial, Verification, make_trials, verify
-from jaxtrain.flags import parse
+from jaxtrain.flags import Flag, parse
 from jaxtrain.models import stored_dtype
 from jaxtrain.run import Input, Recipe, Task
 from jaxtrain.run_folder import RunFolder
@@ -34,6 +33,8 @@ from jaxtrain.step import TrainState, applied_updates, averaged
 class Export:
     """Export a run's newest checkpoint and verify on the run's data that the export computes the same outputs."""
 
+    folder: Annotated[str, Flag(positional=True, metavar="DIR")] = ""
+    """The run's folder."""
     out: Path | None = None
     """File for torch (default DIR.pt) and onnx (DIR.onnx), folder for stablehlo (DIR-stablehlo), huggingface
     (DIR-huggingface) and peft (DIR-peft)."""
@@ -85,9 +86,8 @@ class Restored:
 
 def main(args: list[str]) -> int:
     """Parse, restore, write, verify, print."""
-    named, flags = run_folder_argument(args, "jaxtrain export DIR --format torch --out CKPT.pt")
-    folder = Path(named)
-    options = parse(Export(), flags, f"jaxtrain export {folder}")
+    options = parse(Export(), args, "jaxtrain export")
+    folder = Path(options.folder)
     write, ending = _FORMATS[options.format]
     out = options.out or folder.with_name(f"{folder.name}{ending}")
     run = RunFolder(folder)
@@ -126,7 +126,7 @@ def _torch(path: Path, restored: Restored) -> str:
             f"{run.path} holds a run of {restored.name}, which has no PyTorch parameter names: define Task.names, or "
             "use another format"
         )
-    torch_run.write_run(path, run, restored.recipe, task, task.names, restored.state)
+    torch_checkpoint.write_run(path, run, restored.recipe, task, task.names, restored.state)
     return "model, optimizer, scheduler, scaler, step"
 
 

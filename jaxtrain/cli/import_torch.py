@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from jaxtrain.cli.flags import check_recipe_name
+from jaxtrain.cli.named_recipe import check_recipe_name
 from jaxtrain.errors import UserError
 from jaxtrain.flags import Flag, parse_both, parse_known
 from jaxtrain.interop import OPTIMIZER_CLASSES, TorchRun, read_torch, torch_run, write_metadata

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from jaxtrain.cli.processes import Ended, Processes
+from jaxtrain.cli.child_processes import Ended, Processes
 from jaxtrain.debug import PLUGINS, installed_versions
 from jaxtrain.errors import UserError
 from jaxtrain.flags import Flag, parse

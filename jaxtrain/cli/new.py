@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from jaxtrain.cli.flags import check_recipe_name
+from jaxtrain.cli.named_recipe import check_recipe_name
 from jaxtrain.errors import UserError
 from jaxtrain.flags import Flag, parse
 from jaxtrain.recipes import RECIPES, starter

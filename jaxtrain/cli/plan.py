@@ -21,12 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.cli.compilation_cache import enable_compilation_cache
-from jaxtrain.cli.flags import recipe_name
-from jaxtrain.cli.plan_gpu import plan_for_gpu
-from jaxtrain.cli.plan_nodes import Nodes, plan_for_nodes
-from jaxtrain.cli.progress import show_progress
-from jaxtrain.cli.scaling_tables import ScalingTables, columns
-from jaxtrain.cli.state_table import state_table
+from jaxtrain.cli.named_recipe import recipe_name
+from jaxtrain.cli.plans.plan_gpu import plan_for_gpu
+from jaxtrain.cli.plans.plan_nodes import Nodes, plan_for_nodes
+from jaxtrain.cli.plans.scaling_tables import ScalingTables, columns
+from jaxtrain.cli.plans.state_table import state_table
+from jaxtrain.cli.progress_line import show_progress
 from jaxtrain.cost import ceilings, device_memory, find_gpu, format_bytes, parse_bandwidth, parse_bytes
 from jaxtrain.distributed import parse_mesh, sequence_parallel_size
 from jaxtrain.errors import RunFailed, UserError

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import jax
 from rich import box
@@ -12,11 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.cli.compilation_cache import enable_compilation_cache
-from jaxtrain.cli.flags import run_folder_argument
 from jaxtrain.cost import ceilings, known_ceilings
 from jaxtrain.distributed import run_devices
 from jaxtrain.errors import UserError, escape_unprintable
-from jaxtrain.flags import parse
+from jaxtrain.flags import Flag, parse
 from jaxtrain.profile import INPUT, Row, StepTrace, current_source_lines, estimate_table, newest_trace, time_table
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import Checkpoints, Unsaved, build_training, read_recipe, saved_steps
@@ -29,14 +29,16 @@ _WARM_UP_STEPS = 2
 class Profile:
     """Trace some steps of a run, starting at its newest checkpoint; the run itself is not changed."""
 
+    folder: Annotated[str, Flag(positional=True, metavar="DIR")] = ""
+    """The run's folder."""
     steps: int = 10
     """Steps to trace."""
 
 
 def main(args: list[str]) -> int:
     """Parse, restore, trace, print."""
-    folder, flags = run_folder_argument(args, "jaxtrain profile DIR")
-    run, options = RunFolder(Path(folder)), parse(Profile(), flags, "jaxtrain profile DIR")
+    options = parse(Profile(), args, "jaxtrain profile")
+    run = RunFolder(Path(options.folder))
     if options.steps < 1:
         raise UserError(f"--steps must be positive, got {options.steps}: use 1 or more")
     name, recipe = read_recipe(run)

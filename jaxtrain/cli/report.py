@@ -18,6 +18,8 @@ PORT = 8417
 class Report:
     """Write one HTML page about a run, or a comparison of several; the runs may still be in progress."""
 
+    folders: Annotated[tuple[str, ...], Flag(positional=True, metavar="DIR")] = ()
+    """The folders of the runs."""
     out: Path | None = None
     """The page; DIR/report.html by default, or comparison.html in the current folder for several runs."""
     serve: Annotated[int | None, Flag(metavar="PORT", bare=lambda: PORT)] = None
@@ -26,11 +28,10 @@ class Report:
 
 def main(args: list[str]) -> int:
     """Parse, read, then write or serve."""
-    folders = args[: next((i for i, arg in enumerate(args) if arg.startswith("-")), len(args))]
-    options = parse(Report(), args[len(folders) :], "jaxtrain report DIR…")
-    if not folders:
+    options = parse(Report(), args, "jaxtrain report")
+    if not options.folders:
         raise UserError("a run folder is required: jaxtrain report DIR… [--out PAGE.html] [--serve [PORT]]")
-    runs = [RunFolder(Path(folder)) for folder in dict.fromkeys(folders)]
+    runs = [RunFolder(Path(folder)) for folder in dict.fromkeys(options.folders)]
     if options.serve is not None:
         if options.out is not None:
             raise UserError(f"--out {options.out} and --serve are mutually exclusive: use one of them")

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 
 from jaxtrain.cli.conversation import message, print_chunks, talk
-from jaxtrain.cli.flags import run_folder_argument
 from jaxtrain.errors import UserError
-from jaxtrain.flags import parse
+from jaxtrain.flags import Flag, parse
 from jaxtrain.run import Recipe, Task
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_params, restore_state, state_shapes, training_step
@@ -26,6 +25,8 @@ _PROMPT = "def "
 class Sample:
     """Generate text with a trained language model, or without a prompt on a terminal talk to a fine-tuned one."""
 
+    folder: Annotated[str, Flag(positional=True, metavar="DIR")] = ""
+    """The run's folder."""
     prompt: str | None = None
     """The text to continue, or the message to answer; None talks to a fine-tuned model, and gives others "def "."""
     length: int = 500
@@ -38,10 +39,9 @@ class Sample:
 
 def main(args: list[str]) -> int:
     """Parse, restore, generate, print."""
-    folder, flags = run_folder_argument(args, "jaxtrain sample DIR [--prompt TEXT]")
-    options = parse(Sample(), flags, f"jaxtrain sample {folder}")
+    options = parse(Sample(), args, "jaxtrain sample")
     _check(options)
-    run = RunFolder(Path(folder))
+    run = RunFolder(Path(options.folder))
     name, recipe = read_recipe(run)
     with Console(stderr=True).status(f"reading {run.path}"):
         task = recipe.task()

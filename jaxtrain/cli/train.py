@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 
 import jaxtrain
 from jaxtrain.cli.compilation_cache import enable_compilation_cache
-from jaxtrain.cli.flags import recipe_name
+from jaxtrain.cli.named_recipe import recipe_name
 from jaxtrain.cli.profile import print_time_table
 from jaxtrain.cost import device_memory, format_bytes
-from jaxtrain.distributed import describe_devices, processes
+from jaxtrain.distributed import processes
 from jaxtrain.errors import UserError
 from jaxtrain.flags import Flag, parse_both, parse_known
 from jaxtrain.observe import (
@@ -35,9 +35,17 @@ from jaxtrain.run_folder import (
     environment_changes,
     read_config,
     recorded_config,
-    source_change,
 )
-from jaxtrain.runner import check_free, check_resumed, check_settings, run_training, stored_recipe, write_end
+from jaxtrain.runner import (
+    announce,
+    check_free,
+    check_resumed,
+    check_settings,
+    conclude,
+    run_training,
+    stored_recipe,
+    write_end,
+)
 
 
 @dataclass(frozen=True)
@@ -91,15 +99,11 @@ def _train(args: list[str]) -> int:
         return _show_data(name, recipe)
     console, trackers = _console(options), _trackers(options)
     trace = _trace(options.profile, run, recipe) if options.profile and processes.is_first() else None
-    console.headline(
-        f"jaxtrain {jaxtrain.__version__} · {name} · {describe_devices(recipe.mesh)} · {run.path} · "
-        f"compilation cache {enable_compilation_cache()}"
-    )
+    cache = f"compilation cache {enable_compilation_cache()}"
+    announce(console, name, recipe, run, resumes=resumes, version=f"jaxtrain {jaxtrain.__version__}", cache=cache)
     if options.from_:
         for difference in environment_changes(recorded_config(options.from_)):
             console.message(f"{options.from_} was written with {difference}: results may not be bit-identical")
-    if resumes and (change := source_change(run, name)):
-        console.message(change)
     if options.micro_batch and not resumes:
         recipe = _planned_recipe(recipe, run, console)
     with track_run(run, trackers, console.message) as ended:
@@ -121,11 +125,9 @@ def _train(args: list[str]) -> int:
         places["talk to it"] = f"jaxtrain sample {run.path}"
     if outcome.task.pretrained:
         places["export"] = f"jaxtrain export {run.path} --format huggingface"
-    console.summary(metrics, outcome.task.references, places)
+    conclude(console, outcome, metrics, places, f"jaxtrain train {name} --resume --out {run.path}")
     if trace:
         _report_trace(trace, run, console)
-    if outcome.exit_status:
-        console.message(f"stopped and saved at step {outcome.step}: jaxtrain train {name} --resume --out {run.path}")
     return outcome.exit_status
 
 

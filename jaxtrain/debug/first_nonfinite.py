@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain.program import equations, rewrite
 from jaxtrain.program import operations as op
-from jaxtrain.program.record import Inside, line_of, record
+from jaxtrain.program.recorded_values import Inside, line_of, record
 from jaxtrain.program.rewrite import bind, cast_like, interpret
 
 # Computed outside JAX in the dtypes they declare, or defined on the bits of a number: not lifted to float64.

@@ -1,7 +1,8 @@
 """Training on several devices: meshes, shardings, processes, and a training step on a mesh."""
 
 from jaxtrain.cost import StepMemory, memory_per_device
-from jaxtrain.distributed.compilation import bypass_compilation_cache as bypass_compilation_cache
+from jaxtrain.distributed.constrained_loss import constrain_shardings
+from jaxtrain.distributed.fresh_programs import bypass_compilation_cache as bypass_compilation_cache
 from jaxtrain.distributed.mesh import AXES as AXES
 from jaxtrain.distributed.mesh import DATA as DATA
 from jaxtrain.distributed.mesh import DCN as DCN
@@ -18,12 +19,11 @@ from jaxtrain.distributed.mesh import run_devices as run_devices
 from jaxtrain.distributed.mesh import sequence_parallel_size as sequence_parallel_size
 from jaxtrain.distributed.processes import is_first as is_first
 from jaxtrain.distributed.processes import process_group as process_group
-from jaxtrain.distributed.program import constrain_shardings
 from jaxtrain.distributed.rows import local_rows, place_batch, place_whole_batch
 from jaxtrain.distributed.rows import window_sharding as window_sharding
+from jaxtrain.distributed.sharded_step import shard
 from jaxtrain.distributed.sharding import Rules, param_shardings, state_shardings
 from jaxtrain.distributed.sharding import replicate_over as replicate_over
-from jaxtrain.distributed.step import shard
 
 __all__ = [
     "Rules",

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.distributed.mesh import SEQUENCE, TENSOR, data_parallel_size, sequence_parallel_size
 from jaxtrain.distributed.ring_steps import RingSteps, is_zigzag
 from jaxtrain.distributed.rows import window_sharding
-from jaxtrain.models.attention.options import Operands, Options
+from jaxtrain.models.attention.attention_options import Operands, Options
 from jaxtrain.models.attention.primitives import FORWARD, is_long
 
 _SERVED = {"mask", "bias", "sinks", "q_segments", "k_segments", "rng"}

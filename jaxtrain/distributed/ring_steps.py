@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.distributed.mesh import SEQUENCE, TENSOR
+from jaxtrain.models.attention.attention_options import Operands, Options
 from jaxtrain.models.attention.block_arrays import wide
-from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.primitives import BACKWARD, FORWARD
 
 _LARGE = 1e30

@@ -7,7 +7,7 @@ __all__ = [
     "onnx",
     "predict",
     "stablehlo",
-    "torch_run",
+    "torch_checkpoint",
     "transformers_logits",
     "verify",
 ]

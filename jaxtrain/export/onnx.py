@@ -19,7 +19,7 @@ from jaxtrain.export.onnx_operators import OPERATORS, unsupported
 from jaxtrain.models.attention import FORWARD, as_formula
 from jaxtrain.program import equations
 from jaxtrain.program import operations as op
-from jaxtrain.program.record import frames_of
+from jaxtrain.program.recorded_values import frames_of
 from jaxtrain.program.rewrite import bind, make_jaxpr, unroll_scan
 
 MAX_BYTES = 2**31 - 1

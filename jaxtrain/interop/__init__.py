@@ -27,6 +27,7 @@ from jaxtrain.interop.torch_file import StoredTensor as StoredTensor
 from jaxtrain.interop.torch_file import read_torch, write_torch
 from jaxtrain.interop.torch_optimizer import OPTIMIZER_CLASSES as OPTIMIZER_CLASSES
 from jaxtrain.interop.torch_optimizer import from_torch
+from jaxtrain.interop.torch_optimizer import live_expression as live_expression
 from jaxtrain.interop.torch_run import TorchRun, to_torch, torch_run
 
 __all__ = [

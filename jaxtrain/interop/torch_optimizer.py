@@ -169,9 +169,26 @@ def from_torch(
       ...     updates, state = tx.update(jnp.ones(1), tx.init(jnp.zeros(1)))
       ...     assert float(updates[0]) == 0.5
     """
-    kind, param_groups = type(optimizer).__name__, optimizer.param_groups
     if type(optimizer).__module__.startswith("bitsandbytes.optim"):
         return _of_bitsandbytes(optimizer, scheduler, model, names)
+    return build_expression(live_expression(optimizer, scheduler, model=model, names=names), OPTIMIZERS, {})
+
+
+def live_expression(
+    optimizer: Any, scheduler: Any = None, *, model: Any = None, names: Names | None = None
+) -> Expression:
+    """Convert a PyTorch optimizer and its scheduler to an expression of our functions, as `from_torch` does.
+
+    Args:
+      optimizer: Optimizer of `torch.optim`.
+      scheduler: Its scheduler, or None.
+      model: As in `from_torch`.
+      names: As in `from_torch`.
+
+    Raises:
+      UserError: A setting is not supported; it is named.
+    """
+    kind, param_groups = type(optimizer).__name__, optimizer.param_groups
     if kind not in OPTIMIZER_CLASSES or not type(optimizer).__module__.startswith("torch.optim"):
         raise UserError(f"{kind} is not supported: use one of {', '.join(OPTIMIZER_CLASSES)}")
     if any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
@@ -185,9 +202,8 @@ def from_torch(
     if names is None:
         if len(param_groups) > 1:
             raise UserError(f"{kind} has {len(param_groups)} parameter groups: pass names")
-        return build_expression(optimizer_expression(kind, param_groups, live), OPTIMIZERS, {})
-    group_names = _names_of_groups(optimizer.param_groups, model)
-    return build_expression(optimizer_expression(kind, param_groups, live, names, group_names), OPTIMIZERS, {})
+        return optimizer_expression(kind, param_groups, live)
+    return optimizer_expression(kind, param_groups, live, names, _names_of_groups(optimizer.param_groups, model))
 
 
 def _of_bitsandbytes(

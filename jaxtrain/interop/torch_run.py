@@ -150,7 +150,7 @@ class TorchRun:
         scaler = self.loss_scale()
         if scaler is None:
             return fresh
-        if not isinstance(fresh, LossScaleState):
+        if not isinstance(fresh, LossScaleState) or fresh.blocks is not None:
             raise UserError("the checkpoint has a GradScaler state but the step no loss scale: pass loss_scale=")
         return scaler.init(None)
 

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
-from jaxtrain.models.dropout import dropout
-from jaxtrain.models.encoder import (
+from jaxtrain.models.files.hf_config import fields_from_hf, labels_from_hf, labels_to_hf, require
+from jaxtrain.models.layers.dropout import dropout
+from jaxtrain.models.layers.encoder import (
     ATTENTION_SHARDING,
     Key,
     SelfAttention,
@@ -29,9 +30,8 @@ from jaxtrain.models.encoder import (
     split_key,
     stack_blocks,
 )
-from jaxtrain.models.hf_config import fields_from_hf, labels_from_hf, labels_to_hf, require
-from jaxtrain.models.layer_norm import LayerNorm
-from jaxtrain.models.linear import product
+from jaxtrain.models.layers.layer_norm import LayerNorm
+from jaxtrain.models.layers.linear import product
 
 
 @dataclass(frozen=True)

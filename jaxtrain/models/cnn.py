@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.interop import AS_IS, CONV, NameTable, TorchParam, linear_after_flatten
 from jaxtrain.models.batch_norm import BatchNorm, running_statistics
-from jaxtrain.models.dropout import dropout
+from jaxtrain.models.layers.dropout import dropout
 
 
 class CNN(nnx.Module):

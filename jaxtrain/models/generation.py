@@ -19,10 +19,10 @@ from flax import nnx
 from jax import lax
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.decoder import KVCache
+from jaxtrain.models.layers.decoder import KVCache
 from jaxtrain.models.parameter_forms import accepts_forms
 from jaxtrain.models.t5 import T5
-from jaxtrain.models.t5.model import DecoderCache
+from jaxtrain.models.t5.t5_model import DecoderCache
 
 DecodeStep = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 """(last token int32 [B, 1], number of tokens written int32 [], cache) → (logits [B, 1, vocabulary], cache)."""

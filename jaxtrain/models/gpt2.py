@@ -21,11 +21,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
-from jaxtrain.models.decoder import KVCache, Visible, attend, token_positions, visible_keys
-from jaxtrain.models.dropout import dropout as _dropout
-from jaxtrain.models.hf_config import fields_from_hf, require
-from jaxtrain.models.layer_norm import LayerNorm
-from jaxtrain.models.linear import Linear, product
+from jaxtrain.models.files.hf_config import fields_from_hf, require
+from jaxtrain.models.layers.decoder import KVCache, Visible, attend, token_positions, visible_keys
+from jaxtrain.models.layers.dropout import dropout as _dropout
+from jaxtrain.models.layers.layer_norm import LayerNorm
+from jaxtrain.models.layers.linear import Linear, product
 from jaxtrain.passes import block, kernel
 
 _gelu = kernel(partial(jax.nn.gelu, approximate=True))

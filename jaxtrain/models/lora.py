@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.dropout import dropout
+from jaxtrain.models.layers.dropout import dropout
 from jaxtrain.models.parameter_forms import KernelForm, Product, evaluate, is_form
 from jaxtrain.passes import autocast_disabled
 from jaxtrain.paths import path_name

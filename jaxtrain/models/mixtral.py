@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.errors import UserError
 from jaxtrain.interop import LINEAR, Layout, NameTable, TorchParam
 from jaxtrain.models import llama
+from jaxtrain.models.layers.rope import DEFAULT, Rope
 from jaxtrain.models.llama import Llama, LlamaConfig
-from jaxtrain.models.llama.config import fields_from_hf
-from jaxtrain.models.llama.model import gated_silu
-from jaxtrain.models.llama.parameters import name_table
-from jaxtrain.models.rope import DEFAULT, Rope
+from jaxtrain.models.llama.llama_config import fields_from_hf
+from jaxtrain.models.llama.llama_model import gated_silu
+from jaxtrain.models.llama.llama_parameters import name_table
 from jaxtrain.models.routed_experts import routed_experts
 
 ROPE = replace(DEFAULT, rope_theta=1e6)

@@ -7,7 +7,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
-from jaxtrain.models.dropout import dropout
+from jaxtrain.models.layers.dropout import dropout
 
 
 class MLP(nnx.Module):

@@ -25,8 +25,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
+from jaxtrain.models.files.stored_arrays import read_arrays
 from jaxtrain.models.parameter_forms import KernelForm, Product, evaluate, is_form
-from jaxtrain.models.stored_arrays import read_arrays
 from jaxtrain.optim import SIGNED
 from jaxtrain.paths import path_name
 from jaxtrain.program.follow import used

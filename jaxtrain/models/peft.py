@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtrain.errors import UserError
 from jaxtrain.interop import AS_IS, LAYER, LINEAR, OUT_IN, Layout, NameTable, TorchParam, leaves
 from jaxtrain.models import lora
-from jaxtrain.models.folder import read_json, read_tensors, resolve_folder, write_json, write_tensors
+from jaxtrain.models.files.folder import read_json, read_tensors, resolve_folder, write_json, write_tensors
 from jaxtrain.models.lora import LoraConfig
 from jaxtrain.records import Record, disregard, report_unread, unread_fields
 

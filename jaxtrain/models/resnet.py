@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.errors import UserError
 from jaxtrain.interop import CONV, LINEAR, NameTable, TorchParam
 from jaxtrain.models.batch_norm import BatchNorm, running_statistics
-from jaxtrain.models.convolution import conv, max_pool
-from jaxtrain.models.hf_config import fields_from_hf, labels_from_hf, labels_to_hf, require
+from jaxtrain.models.files.hf_config import fields_from_hf, labels_from_hf, labels_to_hf, require
+from jaxtrain.models.layers.padded_convolution import conv, max_pool
 from jaxtrain.passes import block
 
 REDUCTION = 4

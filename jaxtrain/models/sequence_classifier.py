@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.errors import UserError
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
 from jaxtrain.models import gpt2, llama
-from jaxtrain.models.hf_config import labels_from_hf, labels_to_hf
+from jaxtrain.models.files.hf_config import labels_from_hf, labels_to_hf
 
 _WEIGHT = "score.weight"
 _MAX_LABELS = 1_000_000  # their names are created before the weights are checked

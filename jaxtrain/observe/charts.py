@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxtrain.observe.formatting import metric_label
 from jaxtrain.observe.log_line import LOSS_SCALES, SHARE
-from jaxtrain.observe.record import Record
+from jaxtrain.observe.run_record import Record
 
 _POINTS = 1500  # points per curve: about the columns of a wide screen
 _LAYERS = 8  # curves that a reader can tell apart in one chart

@@ -18,7 +18,7 @@ from jaxtrain.data import Source, Tokenizer
 from jaxtrain.folder_files import write_file
 from jaxtrain.observe.pictures import READABLE, image_of
 from jaxtrain.observe.predictions import Bin, Outputs, Predictions, by_kind, by_position, calibration, confusion
-from jaxtrain.observe.record import PICTURE
+from jaxtrain.observe.run_record import PICTURE
 from jaxtrain.pages import Chart, Panel, Stop, Table, bars, between, curve, linear, render_page, whole
 from jaxtrain.run import Task
 

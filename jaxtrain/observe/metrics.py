@@ -13,11 +13,11 @@ from typing import IO, Any
 from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.folder_files import UnsafeFile, append_file, new_file, open_file, parse_json
+from jaxtrain.observe.dashboards.tensorboard import Events, write_all
 from jaxtrain.observe.histograms import Histogram
 from jaxtrain.observe.line_types import check_line
 from jaxtrain.observe.log_line import LogLine
-from jaxtrain.observe.media import write_media
-from jaxtrain.observe.tensorboard import Events, write_all
+from jaxtrain.observe.media_files import write_media
 from jaxtrain.run import encode_media
 
 _MOST_BYTES = 2**30

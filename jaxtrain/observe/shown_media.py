@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.folder_files import open_file, read_file
-from jaxtrain.observe.media import cell_text, read_table
-from jaxtrain.observe.record import Record
+from jaxtrain.observe.media_files import cell_text, read_table
+from jaxtrain.observe.run_record import Record
 from jaxtrain.run_folder import RunFolder
 
 _PAGE_BYTES = 8 * 2**20  # of the files of all runs and tags

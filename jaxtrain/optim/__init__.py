@@ -4,7 +4,7 @@ Not included: LBFGS, whose step is not a function of one gradient, because its l
 of times; SparseAdam, because JAX's gradients are dense.
 """
 
-from jaxtrain.optim import blockwise as blockwise
+from jaxtrain.optim import blockwise_quantization as blockwise_quantization
 from jaxtrain.optim import eight_bit as eight_bit
 from jaxtrain.optim.adadelta import adadelta
 from jaxtrain.optim.adafactor import adafactor
@@ -13,8 +13,8 @@ from jaxtrain.optim.adamax import adamax
 from jaxtrain.optim.adamw import adam, adamw, scale_by_adam
 from jaxtrain.optim.asgd import asgd
 from jaxtrain.optim.batch_size import EffectiveBatch
-from jaxtrain.optim.blockwise import BLOCK as BLOCK
-from jaxtrain.optim.blockwise import Blockwise as Blockwise
+from jaxtrain.optim.blockwise_quantization import BLOCK as BLOCK
+from jaxtrain.optim.blockwise_quantization import Blockwise as Blockwise
 from jaxtrain.optim.dynamic_map import SIGNED as SIGNED
 from jaxtrain.optim.dynamic_map import UNSIGNED as UNSIGNED
 from jaxtrain.optim.eight_bit import MIN_8BIT_SIZE as MIN_8BIT_SIZE

@@ -6,7 +6,7 @@ The algorithm is optax's, the defaults are PyTorch's.
 import optax
 
 from jaxtrain.optim.arguments import optimizer
-from jaxtrain.optim.gradient import gradient_preprocessing
+from jaxtrain.optim.preprocessing import gradient_preprocessing
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 

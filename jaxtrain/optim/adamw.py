@@ -15,8 +15,8 @@ import numpy as np
 import optax
 
 from jaxtrain.optim.arguments import optimizer
-from jaxtrain.optim.gradient import Mask, gradient_preprocessing
 from jaxtrain.optim.moments import average, one_minus_power, squares, value_at
+from jaxtrain.optim.preprocessing import Mask, gradient_preprocessing
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 

@@ -11,8 +11,8 @@ import optax
 
 from jaxtrain.errors import UserError
 from jaxtrain.fields import Bound, at_least, at_most
-from jaxtrain.optim.complex_parameters import with_complex
-from jaxtrain.optim.gradient import Mask
+from jaxtrain.optim.complex_pairs import with_complex
+from jaxtrain.optim.preprocessing import Mask
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

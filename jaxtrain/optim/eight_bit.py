@@ -15,9 +15,9 @@ import optax
 from jaxtrain.errors import UserError
 from jaxtrain.optim.adamw import scale_by_adam
 from jaxtrain.optim.arguments import optimizer
-from jaxtrain.optim.blockwise import Blockwise, block_maxima, block_zeros, dequantize, quantize_by
+from jaxtrain.optim.blockwise_quantization import Blockwise, block_maxima, block_zeros, dequantize, quantize_by
 from jaxtrain.optim.dynamic_map import SIGNED, UNSIGNED, DynamicMap
-from jaxtrain.optim.gradient import Mask, gradient_preprocessing
+from jaxtrain.optim.preprocessing import Mask, gradient_preprocessing
 from jaxtrain.optim.sgd import scale_by_momentum
 from jaxtrain.paths import Matching, path_name
 from jaxtrain.step import LearningRate, scale_by_learning_rate

@@ -58,6 +58,7 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
     "cyclic_lr": schedules.cyclic_lr,
     "cyclic_momentum": schedules.cyclic_momentum,
     "exponential_lr": schedules.exponential_lr,
+    "held": schedules.held,
     "lambda_lr": schedules.lambda_lr,
     "linear_lr": schedules.linear_lr,
     "multi_step_lr": schedules.multi_step_lr,

@@ -12,8 +12,8 @@ import numpy as np
 import optax
 
 from jaxtrain.optim.arguments import optimizer
-from jaxtrain.optim.gradient import with_weight_decay
 from jaxtrain.optim.moments import average, one_minus_power, squares, value_at, zeros
+from jaxtrain.optim.preprocessing import with_weight_decay
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 

@@ -14,8 +14,8 @@ import optax
 
 from jaxtrain.optim.adamw import AdamState
 from jaxtrain.optim.arguments import optimizer
-from jaxtrain.optim.gradient import with_weight_decay
 from jaxtrain.optim.moments import average, one_minus_power, squares, value_at, zeros
+from jaxtrain.optim.preprocessing import with_weight_decay
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 

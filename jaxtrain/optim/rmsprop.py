@@ -12,8 +12,8 @@ import numpy as np
 import optax
 
 from jaxtrain.optim.arguments import optimizer
-from jaxtrain.optim.gradient import gradient_preprocessing
 from jaxtrain.optim.moments import average, squares, value_at, zeros
+from jaxtrain.optim.preprocessing import gradient_preprocessing
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 

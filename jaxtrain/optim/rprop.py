@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from jaxtrain.optim.arguments import optimizer
-from jaxtrain.optim.gradient import gradient_preprocessing
 from jaxtrain.optim.moments import zeros
+from jaxtrain.optim.preprocessing import gradient_preprocessing
 from jaxtrain.step import rate_at
 
 

@@ -9,8 +9,8 @@ import optax
 
 from jaxtrain.errors import UserError
 from jaxtrain.optim.arguments import optimizer
-from jaxtrain.optim.gradient import Mask, gradient_preprocessing
 from jaxtrain.optim.moments import value_at, zeros
+from jaxtrain.optim.preprocessing import Mask, gradient_preprocessing
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 

@@ -9,15 +9,12 @@ memory          what the backward pass stores, and what it computes again
 mesh            parameters and gradients that are divided over devices
 xla_gpu         forms of a program that XLA compiles better for GPUs
 policies        the named precisions, each a composition of these
-block_scales    scales of their own for the gradients inside blocks
 rounded_values  counts of the values that a program rounds
 hooks           functions of a gradient, as `Tensor.register_hook`
 pipeline        the order of the passes of a training step, as data
 """
 
-from jaxtrain.passes.block_scales import BlockValues as BlockValues
-from jaxtrain.passes.block_scales import require_blocks as require_blocks
-from jaxtrain.passes.block_scales import scale_blocks as scale_blocks
+from jaxtrain.passes.fp8.fp8_settings import Fp8
 from jaxtrain.passes.fp8.kernels import KernelCopies as KernelCopies
 from jaxtrain.passes.fp8.kernels import KernelUse as KernelUse
 from jaxtrain.passes.fp8.kernels import format_uses as format_uses
@@ -25,7 +22,6 @@ from jaxtrain.passes.fp8.kernels import kernel_uses as kernel_uses
 from jaxtrain.passes.fp8.operands import gradient_format as gradient_format
 from jaxtrain.passes.fp8.quantized_kernel import Whole as Whole
 from jaxtrain.passes.fp8.scales import E4M3 as E4M3
-from jaxtrain.passes.fp8.settings import Fp8
 from jaxtrain.passes.hooks import Hook as Hook
 from jaxtrain.passes.hooks import add_hooks as add_hooks
 from jaxtrain.passes.hooks import hook
@@ -35,18 +31,14 @@ from jaxtrain.passes.memory.blocks import count_blocks as count_blocks
 from jaxtrain.passes.memory.remat import BLOCK as BLOCK
 from jaxtrain.passes.memory.remat import block
 from jaxtrain.passes.memory.remat import remat as remat
-from jaxtrain.passes.memory.residuals import StoredResiduals as StoredResiduals
 from jaxtrain.passes.memory.unroll import unroll as unroll
 from jaxtrain.passes.mesh.gathered import used_dtypes as used_dtypes
 from jaxtrain.passes.mesh.gathered import with_copies as with_copies
-from jaxtrain.passes.mesh.groups import Groups as Groups
-from jaxtrain.passes.mesh.groups import Partial as Partial
-from jaxtrain.passes.mesh.layers import LayeredFunction as LayeredFunction
+from jaxtrain.passes.mesh.gradient_groups import Groups as Groups
+from jaxtrain.passes.mesh.gradient_groups import Partial as Partial
 from jaxtrain.passes.mesh.lookup_gradients import lookup_gradients as lookup_gradients
 from jaxtrain.passes.mesh.merged_rows import UnmergeRows as UnmergeRows
 from jaxtrain.passes.mesh.partial_gradients import partial_gradients as partial_gradients
-from jaxtrain.passes.mesh.stages import Schedule as Schedule
-from jaxtrain.passes.mesh.stages import Stages as Stages
 from jaxtrain.passes.mesh.window_sums import LastPartial as LastPartial
 from jaxtrain.passes.numerics.autocast import KERNEL as KERNEL
 from jaxtrain.passes.numerics.autocast import LOSS as LOSS

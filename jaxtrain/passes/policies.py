@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.passes.fp8.delayed_scales import DelayedScales, init_scales, next_scales
+from jaxtrain.passes.fp8.fp8_settings import Fp8
 from jaxtrain.passes.fp8.kernels import KernelCopies, fp8_products, kernel_copies
 from jaxtrain.passes.fp8.quantized_kernel import Whole
-from jaxtrain.passes.fp8.settings import Fp8
 from jaxtrain.passes.numerics.autocast import autocast, autocast_disabled
 from jaxtrain.passes.numerics.casts import LOWER_FLOATS, is_array, is_float, to_dtype
 from jaxtrain.passes.numerics.exact_batch import exact_batch

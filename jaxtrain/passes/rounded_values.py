@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from jaxtrain.passes.fp8.fp8_product import NAME as FP8_PRODUCT
 from jaxtrain.passes.fp8.magnitudes import scaled_kernel, scaled_rows
-from jaxtrain.passes.fp8.product import NAME as FP8_PRODUCT
 from jaxtrain.passes.memory.blocks import count, is_block
 from jaxtrain.passes.memory.remat import FUSED
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT

@@ -8,10 +8,6 @@ from jaxtrain.planning.gathered_params import gathered_params_json as gathered_p
 from jaxtrain.planning.gathered_params import gathered_params_note as gathered_params_note
 from jaxtrain.planning.gpu import gpu_program as gpu_program
 from jaxtrain.planning.gradient_sums import gradient_sums_note as gradient_sums_note
-from jaxtrain.planning.plan import Plan as Plan
-from jaxtrain.planning.plan import candidate_rows as candidate_rows
-from jaxtrain.planning.plan import choice_notes as choice_notes
-from jaxtrain.planning.plan import plan as plan
 from jaxtrain.planning.scale.growth import MOST_GPUS as MOST_GPUS
 from jaxtrain.planning.scale.growth import Growth as Growth
 from jaxtrain.planning.scale.growth import Settings as Settings
@@ -30,6 +26,10 @@ from jaxtrain.planning.scaling import doubled_meshes as doubled_meshes
 from jaxtrain.planning.scaling import first_axis as first_axis
 from jaxtrain.planning.scaling import format_mesh as format_mesh
 from jaxtrain.planning.scaling import virtual_devices as virtual_devices
+from jaxtrain.planning.search import Plan as Plan
+from jaxtrain.planning.search import candidate_rows as candidate_rows
+from jaxtrain.planning.search import choice_notes as choice_notes
+from jaxtrain.planning.search import plan as plan
 from jaxtrain.planning.state_parts import StatePart as StatePart
 from jaxtrain.planning.state_parts import state_parts as state_parts
 

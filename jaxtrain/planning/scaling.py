@@ -19,7 +19,7 @@ import jax
 from jaxtrain.cost import Ceilings, Communication, communication, count_flops, estimate_seconds
 from jaxtrain.distributed import AXES, DATA, PIPELINE, data_parallel_size, make_mesh, parse_mesh, run_mesh_sizes
 from jaxtrain.errors import UserError
-from jaxtrain.passes import Schedule
+from jaxtrain.labs.pipeline import Schedule
 from jaxtrain.paths import partition
 from jaxtrain.planning.candidate import abstract_state, peak_bytes, trace_step
 from jaxtrain.planning.gathered_params import gathered_bytes

@@ -10,11 +10,11 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxtrain.cost import Ceilings, equation_seconds, executed
 from jaxtrain.profile.kinds import kind_of_opcodes
-from jaxtrain.profile.program import ATTENTION
+from jaxtrain.profile.program_text import ATTENTION
 from jaxtrain.profile.trace import Row, Span, table_rows
 from jaxtrain.program import operations as op
 from jaxtrain.program.hlo import LIBRARIES, short_path
-from jaxtrain.program.record import frames_of
+from jaxtrain.program.recorded_values import frames_of
 
 # XLA's opcodes of primitives with another name that are not elementwise.
 _OPCODES = {

@@ -19,7 +19,7 @@ import jax
 from jaxtrain.errors import RunFailed
 from jaxtrain.folder_files import is_folder, make_folder
 from jaxtrain.profile.kinds import KINDS, kind_of_kernel
-from jaxtrain.profile.program import Operation, operations
+from jaxtrain.profile.program_text import Operation, operations
 
 STEPS, INPUT = "profiled steps", "input"
 """Names of annotations on the host: around all steps, and around the wait for a batch."""

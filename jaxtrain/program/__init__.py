@@ -4,7 +4,7 @@ operations  the names of operations
 equations   what an equation says; the only reader of their parameters
 primitive   primitives of this project
 rewrite     a function rewritten equation by equation, through its control flow
-record      the values of a program, and the lines of its equations
+recorded_values  the values of a program, and the lines of its equations
 follow      values carried through a program to where it uses them
 hlo         the text of a compiled program
 loops       the most steps of a loop whose length is known at run time only
@@ -27,6 +27,6 @@ __all__ = [
     "part_specs",
     "platform",
     "primitive",
-    "record",
+    "recorded_values",
     "rewrite",
 ]

@@ -375,7 +375,7 @@ INTERNALS: tuple[Internal, ...] = (
         "cost.gpu.target",
         has(lambda: fused_attention, "check_cudnn_version"),
     ),
-    Internal("JaxprEqn.source_info.traceback.frames", "program.record", _traceback_frames),
+    Internal("JaxprEqn.source_info.traceback.frames", "program.recorded_values", _traceback_frames),
     Internal("Tracer.primal, parent.primitive, parent.in_tracers, val.val", "step.checks.means", _parents_are_recorded),
     Internal("JaxprEqn.source_info.name_stack.stack", _rewrite, _name_stack_parts),
     Internal(f"jax._src.config.{', '.join(OF_HIJAX)}", _rewrite, _flags_are_known),

@@ -12,14 +12,14 @@ import jaxtrain as jt
 from jaxtrain.data.finetuning import ModelTokenizer
 from jaxtrain.models import LoraConfig, folder_digest, save_adapters
 from jaxtrain.recipes.finetuning.answers import reply
-from jaxtrain.recipes.finetuning.decoder import Decoder, adapter_targets, check_decoder, out_in_targets
 from jaxtrain.recipes.finetuning.example_rows import FineTuningRows, show, summaries
+from jaxtrain.recipes.finetuning.finetuning_settings import FineTuneSettings
 from jaxtrain.recipes.finetuning.heads import head_task
 from jaxtrain.recipes.finetuning.held_out_answers import HeldOutAnswers
 from jaxtrain.recipes.finetuning.losses import preference_loss, supervised_loss
-from jaxtrain.recipes.finetuning.model import FineTunedModel
 from jaxtrain.recipes.finetuning.opened_decoder import open_decoder
-from jaxtrain.recipes.finetuning.settings import FineTuneSettings
+from jaxtrain.recipes.finetuning.pretrained_decoder import Decoder, adapter_targets, check_decoder, out_in_targets
+from jaxtrain.recipes.finetuning.trained_decoder import FineTunedModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,13 @@ from jaxtrain.run.media import split_media as split_media
 from jaxtrain.run.precision import run_policy as run_policy
 from jaxtrain.run.recipe import Precision as Precision
 from jaxtrain.run.recipe import Recipe
-from jaxtrain.run.reference import file_of as file_of
-from jaxtrain.run.reference import is_reference as is_reference
-from jaxtrain.run.reference import load_recipe as load_recipe
-from jaxtrain.run.reference import locate as locate
-from jaxtrain.run.reference import name_of as name_of
-from jaxtrain.run.reference import reference_to as reference_to
-from jaxtrain.run.reference import source_of as source_of
+from jaxtrain.run.recipe_reference import file_of as file_of
+from jaxtrain.run.recipe_reference import is_reference as is_reference
+from jaxtrain.run.recipe_reference import load_recipe as load_recipe
+from jaxtrain.run.recipe_reference import locate as locate
+from jaxtrain.run.recipe_reference import name_of as name_of
+from jaxtrain.run.recipe_reference import reference_to as reference_to
+from jaxtrain.run.recipe_reference import source_of as source_of
 from jaxtrain.run.run_batches import EvaluationSums as EvaluationSums
 from jaxtrain.run.run_batches import abstract_batch as abstract_batch
 from jaxtrain.run.run_batches import evaluation_batches as evaluation_batches

@@ -27,7 +27,7 @@ from jaxtrain.folder_files import is_folder, make_folder, read_json, remove_fold
 from jaxtrain.paths import merge, require_distinct_names
 from jaxtrain.run import Recipe, Task
 from jaxtrain.runner.manifest import DamagedCheckpoint, sync, verify, write_manifest
-from jaxtrain.runner.optimizer import state_shapes, training_step
+from jaxtrain.runner.recipe_step import state_shapes, training_step
 from jaxtrain.runner.state_files import StateFiles
 from jaxtrain.runner.unsaved import Unsaved
 from jaxtrain.step import TrainState

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.distributed import describe_devices
 from jaxtrain.errors import UserError, in_python, user_facing
 from jaxtrain.interrupts import raised_interrupts
 from jaxtrain.observe import QuietConsole, console_here, curve_figure
 from jaxtrain.recipes import registered_name
 from jaxtrain.run import Recipe
-from jaxtrain.run_folder import RunFolder, default_folder, read_settings, recorded_config, source_change
+from jaxtrain.run_folder import RunFolder, default_folder, read_settings, recorded_config
+from jaxtrain.runner.announce import announce, conclude
 from jaxtrain.runner.events import Events, OnCheckpoint, OnEvaluation, OnStep
 from jaxtrain.runner.finish import write_end
 from jaxtrain.runner.resume import check_resumed
@@ -136,14 +136,11 @@ def _fit(
         _check_name(run, name)
         check_resumed(read_settings(run.config, type(recipe)), recipe)
     console = QuietConsole(wording=in_python) if quiet else console_here(in_python)
-    console.headline(f"{name} · {describe_devices(recipe.mesh)} · {run.path}")
-    if resumes and (change := source_change(run, name)):
-        console.message(change)
+    announce(console, name, recipe, run, resumes=resumes)
     outcome = run_training(name, recipe, run, resume=resume, console=console, events=events)
     metrics = write_end(name, recipe, run, outcome)
-    console.summary(metrics, outcome.task.references, {"run": str(run.path), "report": str(run.report)})
-    if outcome.exit_status:
-        console.message(f"stopped and saved at step {outcome.step}: continue with fit(…, resume=True)")
+    places = {"run": str(run.path), "report": str(run.report)}
+    conclude(console, outcome, metrics, places, "continue with fit(…, resume=True)")
     return Fit(outcome.state, [line.to_json() for line in metrics], run, outcome.exit_status, outcome.sample)
 
 

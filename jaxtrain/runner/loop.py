@@ -8,9 +8,8 @@ from jaxtrain.errors import RunFailed
 from jaxtrain.observe import LogLine, MetricsLog, NoMetricsLog, first_rows, histograms
 from jaxtrain.runner.fetched_batches import DispatchedStep
 from jaxtrain.runner.precision_watch import PrecisionWatch
-from jaxtrain.runner.process_watch import Phase
-from jaxtrain.runner.session import Session
-from jaxtrain.runner.signals import StopSignals
+from jaxtrain.runner.session import Phase, Session
+from jaxtrain.runner.stops.signals import StopSignals
 from jaxtrain.runner.training import Evaluation
 from jaxtrain.step import PrecisionLosses, TrainState
 

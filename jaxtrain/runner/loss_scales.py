@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import optax
 
+from jaxtrain.labs.loss_scales import per_layer_loss_scale, require_blocks
 from jaxtrain.optim import Call, build_expression, parse_expression
-from jaxtrain.passes import count_blocks, require_blocks
+from jaxtrain.passes import count_blocks
 from jaxtrain.run import Recipe, Task, abstract_batch
-from jaxtrain.step import dynamic_loss_scale, per_layer_loss_scale, static_loss_scale, validated
+from jaxtrain.step import dynamic_loss_scale, static_loss_scale, validated
 
 SCALES: dict[str, Callable[..., optax.GradientTransformation]] = {
     "dynamic_loss_scale": dynamic_loss_scale,

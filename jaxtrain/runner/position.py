@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxtrain.observe import Gauges, LogLine, Rollback
 from jaxtrain.runner.fetched_batches import Batches, DispatchedStep
-from jaxtrain.runner.guards import Guard, Spike
 from jaxtrain.runner.interval import Interval
-from jaxtrain.runner.patience import Patience
+from jaxtrain.runner.stops.guards import Guard, Spike
+from jaxtrain.runner.stops.patience import Patience
 from jaxtrain.runner.training import Training, build_gauges
 from jaxtrain.step import TrainState, consecutive_skips, is_scaled
 

@@ -17,19 +17,14 @@ from jaxtrain.debug import TESTED_JAX, miscompiled_once
 from jaxtrain.distributed import PIPELINE, data_parallel_size, parse_mesh, run_devices, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.fields import LARGEST, brief, field_errors
+from jaxtrain.labs.pipeline import Schedule
 from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, build_expression
-from jaxtrain.passes import Schedule, format_uses, kernel_uses, remat
+from jaxtrain.passes import format_uses, kernel_uses, remat
 from jaxtrain.paths import Matching, path_name
 from jaxtrain.run import Recipe, Task, is_reference, run_policy
 from jaxtrain.run_folder import RunFolder, default_folder, read_config
 from jaxtrain.runner.loss_scales import loss_scale
-from jaxtrain.runner.optimizer import (
-    defines_optimizer,
-    frozen,
-    optimizer_expression,
-    schedule,
-    schedule_call,
-)
+from jaxtrain.runner.recipe_step import defines_optimizer, frozen, optimizer_expression, schedule, schedule_call
 from jaxtrain.step import CompilerOptions, TrainState, validated
 
 # An untrained model predicts almost uniformly; a first loss this far from log(classes), relative to it, is suspect.

@@ -9,9 +9,9 @@ from jaxtrain.errors import RunFailed
 from jaxtrain.observe import LogLine, MetricsLog, NoMetricsLog, metrics_log
 from jaxtrain.runner import preflight
 from jaxtrain.runner.checkpoint import saved_steps
-from jaxtrain.runner.guards import RunInvalid, Spike, write_batch
 from jaxtrain.runner.loop import train
 from jaxtrain.runner.session import Session
+from jaxtrain.runner.stops.guards import RunInvalid, Spike, write_batch
 from jaxtrain.runner.training import Evaluation
 from jaxtrain.step import TrainState, cause_in_batch, failed_assumption
 

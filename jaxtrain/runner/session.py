@@ -1,6 +1,8 @@
 """A run in progress: everything but its state, and where it stands when it ends."""
 
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
 
 from jaxtrain.observe import Console
 from jaxtrain.profile import LoopTrace
@@ -9,9 +11,31 @@ from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner.checkpoint import Checkpoints
 from jaxtrain.runner.events import Events
 from jaxtrain.runner.position import Position
-from jaxtrain.runner.process_watch import ProcessWatch
 from jaxtrain.runner.training import Training
 from jaxtrain.step import TrainState
+
+
+class Phase(StrEnum):
+    """What a process is doing."""
+
+    COMPILE = "compiling"
+    READ = "reading data"
+    STEP = "in the step"
+    LOG = "logging"
+    EVALUATE = "evaluating"
+    SAVE = "saving"
+
+
+class Watch(Protocol):
+    """Follows what a process does, beside the others of the run."""
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """Enter a phase of a step."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers for a logged line."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -25,7 +49,7 @@ class Session:
     console: Console
     trace: LoopTrace | None
     events: Events
-    watch: ProcessWatch
+    watch: Watch
 
 
 @dataclass(frozen=True)

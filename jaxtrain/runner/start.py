@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxtrain.distributed import bypass_compilation_cache, describe_devices, processes, run_mesh
 from jaxtrain.errors import UserError
@@ -14,15 +14,17 @@ from jaxtrain.runner import preflight
 from jaxtrain.runner.checkpoint import Checkpoints, Retention, saved_steps
 from jaxtrain.runner.events import Events
 from jaxtrain.runner.lock import RunLock, check_free
-from jaxtrain.runner.out_of_memory import explain_out_of_memory
 from jaxtrain.runner.position import Position
-from jaxtrain.runner.process_watch import Phase, ProcessWatch
 from jaxtrain.runner.resume import check_saved, saved_settings
 from jaxtrain.runner.rollback import train_through
-from jaxtrain.runner.session import Outcome, Session
+from jaxtrain.runner.session import Outcome, Phase, Session
+from jaxtrain.runner.stops.out_of_memory import explain_out_of_memory
 from jaxtrain.runner.training import Evaluation, Training, build_training
 from jaxtrain.runner.unsaved import Unsaved
 from jaxtrain.step import TrainState, averaged
+
+if TYPE_CHECKING:
+    from jaxtrain.labs.process_watch import ProcessWatch
 
 Resume = bool | Literal["auto"]
 
@@ -88,7 +90,7 @@ def run_training(
             processes.once(lambda: write_facts(run, {**_about(recipe), **facts, **baselines}))
         recorded = saved_settings(recipe, training.task)
         with Checkpoints(run.checkpoints, retention, unsaved, recorded) as checkpoints, position.running():
-            watch = ProcessWatch(console.message)
+            watch = _process_watch(console)
             session = Session(training, position, checkpoints, run, console, trace, events or Events(), watch)
             if resuming:
                 state = _restore(session, state, recorded)
@@ -109,6 +111,12 @@ def run_training(
                 processes.wait_for_all()
                 state, exit_status = train_through(session, state, first)
     return _outcome(session, state, exit_status)
+
+
+def _process_watch(console: Console) -> "ProcessWatch":
+    from jaxtrain.labs.process_watch import ProcessWatch
+
+    return ProcessWatch(console.message)
 
 
 def _about(recipe: Recipe) -> dict[str, str]:

@@ -34,8 +34,8 @@ from jaxtrain.run import (
     task_batches,
 )
 from jaxtrain.runner.fetched_batches import FetchedBatch
-from jaxtrain.runner.optimizer import frozen, state_shapes, training_step
 from jaxtrain.runner.preflight import suspects
+from jaxtrain.runner.recipe_step import frozen, state_shapes, training_step
 from jaxtrain.runner.transfer import Place
 from jaxtrain.step import TrainState, TrainStep, averaged, cause_in_batch, eval_step, failed_assumption, validated
 

@@ -4,7 +4,6 @@
 """
 
 from jaxtrain.step.accumulate import split_batch as split_batch
-from jaxtrain.step.arithmetic import optimizer_in_float32 as optimizer_in_float32
 from jaxtrain.step.build import TrainStep, train_step
 from jaxtrain.step.checks.batch import require_32_bits as require_32_bits
 from jaxtrain.step.checks.batch import require_equal_rows as require_equal_rows
@@ -15,8 +14,6 @@ from jaxtrain.step.checks.mistakes import accepts as accepts
 from jaxtrain.step.checks.mistakes import check_optimizer as check_optimizer
 from jaxtrain.step.checks.mistakes import signature_of as signature_of
 from jaxtrain.step.checks.retrace import limit_recompilation as limit_recompilation
-from jaxtrain.step.clip import clip_grad_norm as clip_grad_norm
-from jaxtrain.step.clip import clip_grad_value as clip_grad_value
 from jaxtrain.step.compiler_options import CompilerOptions as CompilerOptions
 from jaxtrain.step.compiler_options import compiler_options as compiler_options
 from jaxtrain.step.complex_parameters import as_complex as as_complex
@@ -25,12 +22,7 @@ from jaxtrain.step.complex_parameters import refuse_complex as refuse_complex
 from jaxtrain.step.evaluation import eval_step
 from jaxtrain.step.explained import Phase as Phase
 from jaxtrain.step.explained import explained as explained
-from jaxtrain.step.initial import init_state as init_state
-from jaxtrain.step.learning_rate import LearningRate as LearningRate
-from jaxtrain.step.learning_rate import descend as descend
-from jaxtrain.step.learning_rate import rate_at as rate_at
-from jaxtrain.step.learning_rate import scale_by_learning_rate, used_learning_rate, used_learning_rates
-from jaxtrain.step.loss_program import RowDivision as RowDivision
+from jaxtrain.step.initial_state import init_state as init_state
 from jaxtrain.step.loss_scale import LossScaleState as LossScaleState
 from jaxtrain.step.loss_scale import consecutive_skips as consecutive_skips
 from jaxtrain.step.loss_scale import current_scale as current_scale
@@ -47,11 +39,7 @@ from jaxtrain.step.objective import validated as validated
 from jaxtrain.step.options import StepOptions as StepOptions
 from jaxtrain.step.options import option_names as option_names
 from jaxtrain.step.parts import StepParts as StepParts
-from jaxtrain.step.per_layer_scale import per_layer_loss_scale
-from jaxtrain.step.per_layer_scale import scales_blocks as scales_blocks
 from jaxtrain.step.precision_losses import PrecisionMeasurement, precision_losses
-from jaxtrain.step.rounding import apply_updates as apply_updates
-from jaxtrain.step.rounding import stochastic_round as stochastic_round
 from jaxtrain.step.state import TrainState
 from jaxtrain.step.state import applied_updates as applied_updates
 from jaxtrain.step.state import averaged as averaged
@@ -59,9 +47,17 @@ from jaxtrain.step.state import is_factory as is_factory
 from jaxtrain.step.state import micro_batch_key as micro_batch_key
 from jaxtrain.step.step import Step as Step
 from jaxtrain.step.step import window_step as window_step
-from jaxtrain.step.window.loop import LONGEST as LONGEST
-from jaxtrain.step.window.mesh import mesh_gradient as mesh_gradient
-from jaxtrain.step.window.stages import pipelined_gradient as pipelined_gradient
+from jaxtrain.step.update.clip import clip_grad_norm as clip_grad_norm
+from jaxtrain.step.update.clip import clip_grad_value as clip_grad_value
+from jaxtrain.step.update.float32_arithmetic import optimizer_in_float32 as optimizer_in_float32
+from jaxtrain.step.update.learning_rate import LearningRate as LearningRate
+from jaxtrain.step.update.learning_rate import descend as descend
+from jaxtrain.step.update.learning_rate import rate_at as rate_at
+from jaxtrain.step.update.learning_rate import scale_by_learning_rate, used_learning_rate, used_learning_rates
+from jaxtrain.step.update.rounding import apply_updates as apply_updates
+from jaxtrain.step.update.rounding import stochastic_round as stochastic_round
+from jaxtrain.step.window.mesh_window import mesh_gradient as mesh_gradient
+from jaxtrain.step.window.window_loop import LONGEST as LONGEST
 
 __all__ = [
     "LayerLosses",
@@ -77,7 +73,6 @@ __all__ = [
     "eval_step",
     "leaf_name",
     "load_state_dict",
-    "per_layer_loss_scale",
     "precision_losses",
     "scale_by_learning_rate",
     "state_dict",

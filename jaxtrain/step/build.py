@@ -12,7 +12,6 @@ from jaxtrain.errors import user_facing
 from jaxtrain.passes import Hook, Policy, policy
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step.accumulate import WindowSchedule
-from jaxtrain.step.arithmetic import optimizer_in_float32
 from jaxtrain.step.checks.batch import require_32_bits
 from jaxtrain.step.checks.diagnosis import diagnosed, takes_one_batch
 from jaxtrain.step.checks.first_loss import warn_of_first_loss
@@ -20,15 +19,16 @@ from jaxtrain.step.checks.mistakes import check_loss_fn, check_optimizer, locati
 from jaxtrain.step.checks.rebuilding import Uses, warn_of_rebuilding
 from jaxtrain.step.checks.retrace import limit_recompilation
 from jaxtrain.step.compiler_options import CompilerOptions, compiler_options
-from jaxtrain.step.initial import init_state
+from jaxtrain.step.initial_state import init_state
 from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.step.loss_scale import dynamic_loss_scale, no_loss_scale
-from jaxtrain.step.metrics import Metrics
 from jaxtrain.step.objective import LossFn
 from jaxtrain.step.options import StepOptions
 from jaxtrain.step.parts import StepParts
 from jaxtrain.step.state import TrainState, materialize, require_present
 from jaxtrain.step.step import Step, batch_step
+from jaxtrain.step.update.float32_arithmetic import optimizer_in_float32
+from jaxtrain.step.update.update_metrics import Metrics
 from jaxtrain.step.window.streaming import flush, micro_step
 
 

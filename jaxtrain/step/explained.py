@@ -2,12 +2,14 @@
 
 from typing import NamedTuple
 
+import jax
+
 from jaxtrain.passes.pipeline import AFTER_GRAD, AT_UPDATE, BEFORE_GRAD, CPU, GPU, Pass
 from jaxtrain.program.platform import is_gpu
 from jaxtrain.step.loss_program import NO_COPIES, Copies
+from jaxtrain.step.loss_scale import read_by_passes
 from jaxtrain.step.parts import StepParts
-from jaxtrain.step.per_layer_scale import scales_blocks
-from jaxtrain.step.probes import NO_PROBES, Probes
+from jaxtrain.step.probes import Probes
 
 
 class Phase(NamedTuple):
@@ -30,7 +32,8 @@ def explained(parts: StepParts) -> tuple[Phase, ...]:
     """
     loss = parts.loss
     copies = NO_COPIES if loss.gather is None else Copies(gathered=())
-    scales = Probes(blocks=()) if scales_blocks(parts.scaler) else NO_PROBES
+    scaler = jax.eval_shape(lambda: read_by_passes(parts.scaler, parts.scaler.init(None)))
+    scales = Probes(scaler=scaler)
     in_loop = callable(parts.options.accumulate) or parts.options.accumulate > 1
     platform = GPU if is_gpu(loss.platform) else CPU
     updates = () if loss.is_on_mesh else ("as_vectors",)

@@ -11,7 +11,6 @@ from jaxtrain.passes import (
     Hook,
     KernelCopies,
     Policy,
-    Stages,
     Whole,
     add_hooks,
     convert_where_used,
@@ -22,7 +21,6 @@ from jaxtrain.passes import (
     partial_gradients,
     remat,
     save_costly,
-    scale_blocks,
     split_products,
     unfilled_stacks,
     unroll,
@@ -57,18 +55,6 @@ def identity(compute: Compute) -> Compute:
     return compute
 
 
-class RowDivision(NamedTuple):
-    """How devices divide rows.
-
-    Attributes:
-      constrain: Adds the sharding constraints.
-      groups: The groups of rows whose gradients are summed once a window.
-    """
-
-    constrain: Callable[[Compute], Compute]
-    groups: Groups
-
-
 class LossProgram(NamedTuple):
     """A loss_fn with the options of its program.
 
@@ -85,8 +71,6 @@ class LossProgram(NamedTuple):
       lookups: Groups of rows for the tables of a window of one micro-batch; None to sum over all rows at once.
       gather: Gathers the parameters of which every device keeps a copy for the window; None to keep none.
       whole: Returns a sharding without the axes over which parameters are gathered; None if none are.
-      stages: Stages of a pipeline that a window's micro-batches pass through; None for no pipeline.
-      of_head: How the stages divide the rows of what follows the layers; None if each computes all of it.
       observe: Adds functions that observe values; the identity in a training step.
     """
 
@@ -102,8 +86,6 @@ class LossProgram(NamedTuple):
     lookups: Groups | None = None
     gather: Gather | None = None
     whole: Whole | None = None
-    stages: Stages | None = None
-    of_head: RowDivision | None = None
     observe: Callable[[Compute], Compute] = identity
 
     @property
@@ -147,9 +129,8 @@ class LossProgram(NamedTuple):
             found["partial_gradients"] = partial_gradients
         if self.lookups is not None:
             found["lookup_gradients"] = partial(lookup_gradients, groups=self.lookups)
-        if scales.blocks is not None:
-            blocks = {"scales": scales.blocks, "probes": probes.blocks, "frozen": self.frozen}
-            found["scale_blocks"] = partial(scale_blocks, **blocks)
+        if scales.scaler is not None:
+            found["scale_blocks"] = scales.scaler.rewrite(probes.scaler, self.frozen)
         if self.unroll:
             found["unroll"] = partial(unroll, platform=self.platform, on_mesh=self.is_on_mesh)
         if self.remat != "none":

@@ -7,7 +7,7 @@ would not be finite; on any inf or NaN it halves, and the count of finite update
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
+from jaxtrain.passes.pipeline import Rewrite
+from jaxtrain.paths import Frozen
 from jaxtrain.step.nonfinite import all_finite
 
 
@@ -27,6 +29,7 @@ class LossScaleState(NamedTuple):
       found_inf: bool[], whether the last update was non-finite.
       skipped: int32[], non-finite updates so far.
       consecutive: int32[], consecutive non-finite updates up to now.
+      blocks: The scales of a scaler with several, `BlockScales`; None of one with one.
     """
 
     scale: jax.Array
@@ -34,41 +37,28 @@ class LossScaleState(NamedTuple):
     found_inf: jax.Array
     skipped: jax.Array
     consecutive: jax.Array
+    blocks: "BlockScales | None" = None
 
 
-class BlockScales(NamedTuple):
-    """Loss scales of the marked blocks of a program.
+class BlockScales(Protocol):
+    """Scales of blocks of a program, in the state of a scaler; a pytree."""
 
-    Attributes:
-      scale: float32[blocks], the factor of the gradients inside each block, a power of two; if it is adaptive, that of
-        the last update.
-      growth_tracker: int32[blocks], applied updates since the block overflowed or its scale or backoff grew.
-      backoff: float32[blocks], factor of an adaptive scale, lowered by overflows; None if scales follow only them.
-    """
-
-    scale: jax.Array
-    growth_tracker: jax.Array
-    backoff: jax.Array | None
+    def used(self, new: Any) -> jax.Array:
+        """Return the scales of the update between these and the `new` ones, float32[blocks]."""
+        ...
 
 
-class PerLayerLossScaleState(NamedTuple):
-    """State of `per_layer_loss_scale`.
+class ScalerValues(Protocol):
+    """What a pass of a scaler reads, a pytree; its probes and what it observes have the same structure."""
 
-    Attributes:
-      scale: float32[], factor of the loss, and of the gradients outside of blocks.
-      growth_tracker: int32[], applied updates since an overflow outside of blocks or since the scale grew.
-      found_inf: bool[], whether the last update was non-finite.
-      skipped: int32[], non-finite updates so far.
-      consecutive: int32[], consecutive non-finite updates up to now.
-      blocks: The scales of the blocks.
-    """
+    def rewrite(self, probes: Any, frozen: Frozen) -> Rewrite:
+        """Return the pass `scale_blocks`.
 
-    scale: jax.Array
-    growth_tracker: jax.Array
-    found_inf: jax.Array
-    skipped: jax.Array
-    consecutive: jax.Array
-    blocks: BlockScales
+        Args:
+          probes: Zeros, whose gradient is what the scaler's `update` takes as `observed`.
+          frozen: Predicate on the paths of parameters that are not trained.
+        """
+        ...
 
 
 def dynamic_loss_scale(
@@ -147,7 +137,7 @@ def no_loss_scale() -> optax.GradientTransformation:
 
 def is_scaled(state: Any) -> bool:
     """Return whether a state is that of a loss scale."""
-    return isinstance(state, LossScaleState | PerLayerLossScaleState)
+    return isinstance(state, LossScaleState)
 
 
 def current_scale(state: Any) -> jax.Array | float:
@@ -170,14 +160,25 @@ def consecutive_skips(state: Any) -> jax.Array | int:
     return state.consecutive if is_scaled(state) else 0
 
 
+def used_scales(old: Any, new: Any) -> jax.Array | None:
+    """Return the scales of blocks in the update between two states, float32[blocks]; None unless blocks have scales."""
+    return old.blocks.used(new.blocks) if is_scaled(old) and old.blocks is not None else None
+
+
+def read_by_passes(scaler: optax.GradientTransformation, state: Any) -> ScalerValues | None:
+    """Return what a pass reads of a scaler and its state; None for a scaler without a pass."""
+    rule = getattr(scaler.update, "__self__", None)
+    return rule.read(state) if isinstance(rule, ScaleRule) else None
+
+
 def state_dict(scaler: optax.GradientTransformation, state: Any) -> dict[str, Any]:
     """Export a loss scaler in the format of `GradScaler.state_dict()`.
 
-    PyTorch has neither bounds nor counts of skipped updates: they are not exported. Of `per_layer_loss_scale` the scale
-    of the loss is exported, which PyTorch then uses, and adapts, for all layers.
+    PyTorch has neither bounds nor counts of skipped updates: they are not exported. Of a scaler with scales of blocks
+    the scale of the loss is exported, which PyTorch then uses, and adapts, for all layers.
 
     Args:
-      scaler: `dynamic_loss_scale`, `static_loss_scale`, `per_layer_loss_scale` or `no_loss_scale`.
+      scaler: `dynamic_loss_scale`, `static_loss_scale`, `no_loss_scale`, or one with scales of blocks.
       state: State of the scaler.
 
     Returns:
@@ -289,6 +290,11 @@ class ScaleRule:
             consecutive=jnp.where(found_inf, state.consecutive + 1, 0),
         )
         return unscaled, new
+
+    def read(self, state: LossScaleState) -> ScalerValues | None:
+        """Return what a pass reads of a state; None for a scaler without a pass."""
+        del state
+        return None
 
     def _clamp(self, scale: jax.Array) -> jax.Array:
         if self.min_scale is not None:

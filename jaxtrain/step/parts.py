@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jaxtrain.passes import Groups, Stages, Whole
-from jaxtrain.step.loss_program import Copies, Gather, LossProgram, RowDivision
+from jaxtrain.passes import Groups, Whole
+from jaxtrain.step.loss_program import Copies, Gather, LossProgram
+from jaxtrain.step.loss_scale import read_by_passes
 from jaxtrain.step.objective import Compute
 from jaxtrain.step.options import StepOptions
-from jaxtrain.step.per_layer_scale import block_values
 from jaxtrain.step.probes import Probes
 from jaxtrain.step.state import TrainState
 
@@ -25,6 +25,7 @@ class StepParts(NamedTuple):
       scaler: The loss scaler.
       options: The options of `train_step`.
       window: Another way to compute the gradient of a window, of `jaxtrain.step.window`; None for that of `step.py`.
+      divides_layers: Whether devices have layers of their own, so that only whole windows are computed.
     """
 
     loss: LossProgram
@@ -33,6 +34,7 @@ class StepParts(NamedTuple):
     scaler: optax.GradientTransformation
     options: StepOptions
     window: Callable[..., Any] | None = None
+    divides_layers: bool = False
 
     def constrained(
         self,
@@ -43,19 +45,17 @@ class StepParts(NamedTuple):
         lookups: Groups | None = None,
         gather: Gather | None = None,
         whole: Whole | None = None,
-        stages: Stages | None = None,
-        of_head: RowDivision | None = None,
+        divides_layers: bool = False,
     ) -> "StepParts":
         """Return the parts of the same step on a mesh of a platform, whose sharding constraints `constrain` adds.
 
         `window` computes the gradient of a window. The gradients of `groups` of rows are added once a window, those of
         tables by `lookups` in a window of one micro-batch, and `gather` gathers parameters once a window. `whole`
-        returns the sharding of a gathered array. The micro-batches of a window pass through `stages`, which divide the
-        rows of what follows the layers as `of_head`.
+        returns the sharding of a gathered array.
         """
         program: dict[str, Any] = {"constrain": constrain, "platform": platform, "groups": groups, "gather": gather}
-        loss = self.loss._replace(**program, whole=whole, lookups=lookups, stages=stages, of_head=of_head)
-        return self._with_loss(loss)._replace(window=window)
+        loss = self.loss._replace(**program, whole=whole, lookups=lookups)
+        return self._with_loss(loss)._replace(window=window, divides_layers=divides_layers)
 
     def for_platform(self, platform: str) -> "StepParts":
         """Return the parts of the same step compiled for a platform."""
@@ -64,7 +64,7 @@ class StepParts(NamedTuple):
     def scales(self, state: TrainState) -> Probes:
         """Return the scales that the passes of a state read; no leaves if they observe nothing."""
         products = None if state.scales is None else state.scales.scale
-        return Probes(products=products, blocks=block_values(self.scaler, state.loss_scale))
+        return Probes(products=products, scaler=read_by_passes(self.scaler, state.loss_scale))
 
     def compute(self, copies: Copies, scales: Probes, probes: Probes) -> Compute:
         """Return the loss function after its passes, as `LossProgram.compute`."""

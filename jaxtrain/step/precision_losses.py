@@ -37,7 +37,7 @@ class PrecisionMeasurement:
 
     def __init__(self, step: TrainStep) -> None:
         parts = step.parts
-        if parts.loss.stages is not None:
+        if parts.divides_layers:
             raise UserError("precision_losses does not support the mesh axis pipeline: put its devices on data or fsdp")
         self._formats = _formats(parts.loss.policy)
         self._place = step.place

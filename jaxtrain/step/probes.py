@@ -19,11 +19,11 @@ class Probes(NamedTuple):
 
     Attributes:
       products: Of delayed scaling, float32[…, 3] for each kernel.
-      blocks: Of loss scales by block.
+      scaler: Of a loss scaler with a pass of its own, a `ScalerValues`.
     """
 
     products: Any = None
-    blocks: Any = None
+    scaler: Any = None
 
 
 NO_PROBES = Probes()

@@ -2,7 +2,7 @@
 
 Pure functions of a state and a batch. They know nothing of models, files, hosts or logging: whatever a run must
 remember is in `TrainState`. `train_step` (build.py) jits them. `window/` has the other ways to compute the gradient of
-a window: on a mesh, in a pipeline, micro-batch by micro-batch.
+a window: on a mesh, micro-batch by micro-batch.
 """
 
 from collections.abc import Callable
@@ -20,23 +20,23 @@ from jaxtrain.passes.pipeline import AFTER_GRAD, AT_UPDATE, Rewrite, applied
 from jaxtrain.paths import merge, partition
 from jaxtrain.program.internals import readable_equations
 from jaxtrain.step.accumulate import Window, add_micro_batch, mean_gradient, nonzero_weight, scaled_mean, split_batch
-from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.checks.batch import require_rows
 from jaxtrain.step.checks.fitting_state import require_fitting
-from jaxtrain.step.clip import clip_grad_norm, clip_grad_value
 from jaxtrain.step.complex_parameters import as_complex, as_real
-from jaxtrain.step.ema import update_ema
 from jaxtrain.step.gradient import Gradient, Variables
-from jaxtrain.step.initial import empty_window
-from jaxtrain.step.learning_rate import used_learning_rate
+from jaxtrain.step.initial_state import empty_window
 from jaxtrain.step.loss_program import NO_COPIES, Copies
 from jaxtrain.step.loss_scale import current_scale, found_inf
-from jaxtrain.step.metrics import Metrics, update_metrics, weighted_means
 from jaxtrain.step.nonfinite import locate_nonfinite
 from jaxtrain.step.parts import StepParts
 from jaxtrain.step.probes import Probes, zero_probes
-from jaxtrain.step.rounding import apply_updates
 from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, rounding_key
+from jaxtrain.step.update.clip import clip_grad_norm, clip_grad_value
+from jaxtrain.step.update.ema import update_ema
+from jaxtrain.step.update.float32_arithmetic import widen
+from jaxtrain.step.update.learning_rate import used_learning_rate
+from jaxtrain.step.update.rounding import apply_updates
+from jaxtrain.step.update.update_metrics import Metrics, update_metrics, weighted_means
 
 Step = Callable[..., tuple[TrainState, Metrics]]
 OfState = Callable[[StepParts, TrainState], Variables]
@@ -153,8 +153,8 @@ def update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tra
 
 
 def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[TrainState, Metrics]:
-    of_blocks = {} if gradient.observed.blocks is None else {"observed": gradient.observed.blocks}
-    grads, loss_scale = parts.scaler.update(gradient.grads, state.loss_scale, **of_blocks)  # unscales, checks, rescales
+    observed = {} if gradient.observed.scaler is None else {"observed": gradient.observed.scaler}
+    grads, loss_scale = parts.scaler.update(gradient.grads, state.loss_scale, **observed)  # unscales, checks, rescales
     skip = found_inf(loss_scale)
     grads, grad_norm = clip_grad_norm(grads, parts.options.clip_norm)
     grads = clip_grad_value(grads, parts.options.clip_value)

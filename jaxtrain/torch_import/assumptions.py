@@ -12,9 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxtrain.torch_import.graph import ASSUMED, COND, Assumption, Graph, Node, Ref, Spec
-from jaxtrain.torch_import.layers import mapped
 from jaxtrain.torch_import.ops.int64 import INT64
 from jaxtrain.torch_import.refusals import refusal
+from jaxtrain.torch_import.rewrites.layers import mapped
 
 
 def assuming(graph: Graph, assumptions: Sequence[Assumption]) -> Graph:

@@ -13,10 +13,10 @@ from jax.dtypes import canonicalize_dtype
 from jaxtrain.errors import UserError
 from jaxtrain.interop import OUT_IN
 from jaxtrain.models import GREEDY, PretrainedModel, Sampling, nf4, read_tensors
-from jaxtrain.torch_import import generation
-from jaxtrain.torch_import.function import Params
-from jaxtrain.torch_import.generation import Options
+from jaxtrain.torch_import import uncached_generation
+from jaxtrain.torch_import.graph_model import Params
 from jaxtrain.torch_import.model import ImportedModel, from_torch
+from jaxtrain.torch_import.uncached_generation import Options
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class CausalLM:
         self, params: Any, prompts: np.ndarray, mask: np.ndarray, new_tokens: int, *, stop: int | None, pad: int
     ) -> jax.Array:
         """Return the most likely continuations, int32 [B, new_tokens], as `jaxtrain.models.generate`."""
-        return generation.generate(self._next, params, prompts, mask, Options(new_tokens, GREEDY, stop, pad))
+        return uncached_generation.generate(self._next, params, prompts, mask, Options(new_tokens, GREEDY, stop, pad))
 
     def stream(
         self, params: Any, prompt: Sequence[int], new_tokens: int, *, sampling: Sampling, stop: int | None, seed: int
@@ -69,7 +69,7 @@ class CausalLM:
         """Yield the tokens of a continuation, as `jaxtrain.models.stream`."""
         context = self.context_length or len(prompt) + new_tokens
         options = Options(new_tokens, sampling, stop, 0)
-        return generation.stream(self._next, params, prompt, context, options, seed)
+        return uncached_generation.stream(self._next, params, prompt, context, options, seed)
 
     def _next(self, params: Any, tokens: jax.Array) -> jax.Array:
         """Return the logits of a batch of texts, of parameters that may be adapted or quantized."""

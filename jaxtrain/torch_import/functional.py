@@ -5,17 +5,16 @@ subgradients. Arguments are PyTorch's, with a key `rng` for those that draw rand
 are those of `jaxtrain.models`.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain.models.dropout import dropout
-from jaxtrain.models.layer_norm import layer_norm
+from jaxtrain.models.layers.dropout import dropout
+from jaxtrain.models.layers.layer_norm import layer_norm
 from jaxtrain.passes import autocast_disabled
 from jaxtrain.torch_import import ops
 from jaxtrain.torch_import.ops.int64 import int64_array
-from jaxtrain.torch_import.ops.norm import batch_norm_with_statistics
-from jaxtrain.torch_import.ops.registry import TABLE
+from jaxtrain.torch_import.ops.network.norm import batch_norm_with_statistics
+from jaxtrain.torch_import.ops.table import TABLE
 
 
 def batch_norm(
@@ -67,7 +66,7 @@ def _add(name: str, fn: Callable[..., Any]) -> None:
 
 
 for _module in ops.__all__:
-    for _name, _fn in vars(importlib.import_module(f"{ops.__name__}.{_module}")).items():
+    for _name, _fn in vars(getattr(ops, _module)).items():
         if _name[0] != "_" and any(_fn is known for known in TABLE.values()):
             _add(_name, _fn)
 for _overload, _fn in TABLE.items():

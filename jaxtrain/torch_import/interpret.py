@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
 from jaxtrain.passes import autocast_disabled, block, recomputed
-from jaxtrain.torch_import.gradients import gradient
 from jaxtrain.torch_import.graph import (
     COND,
     CUSTOM,
@@ -24,6 +23,7 @@ from jaxtrain.torch_import.graph import (
     resolved,
     without_unused,
 )
+from jaxtrain.torch_import.nested_gradients import gradient
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.ops.int64 import FLOAT64, INT64, as_int64, holds_int64, rounds
 from jaxtrain.torch_import.refusals import first_line, refusal

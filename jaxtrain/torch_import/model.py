@@ -13,21 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain import cases
 from jaxtrain.errors import UserError, user_facing, warn_user
-from jaxtrain.torch_import.channels_last import with_channels_last
 from jaxtrain.torch_import.doubles import refuse_float64, refuse_float64_inputs, refuse_float64_params, with_float64
-from jaxtrain.torch_import.elementwise import with_recomputed_formulas
-from jaxtrain.torch_import.function import GraphModel, Key, Params, refuse_beyond_int32
 from jaxtrain.torch_import.graph import COND, Graph, Node, has_gradient_inside, with_gradient, without_gradient
-from jaxtrain.torch_import.grouped_queries import with_grouped_queries
+from jaxtrain.torch_import.graph_model import GraphModel, Key, Params, refuse_beyond_int32
 from jaxtrain.torch_import.insertion_order import check_leaves, in_order, order_of
-from jaxtrain.torch_import.integers import with_int64
 from jaxtrain.torch_import.interpret import first_draw
-from jaxtrain.torch_import.kept_roundings import with_kept_roundings
-from jaxtrain.torch_import.masks import with_causal_attention
 from jaxtrain.torch_import.ops.int64 import FLOAT64, has_64_bits
 from jaxtrain.torch_import.refusals import refusal
-from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
+from jaxtrain.torch_import.rewrites.channels_last import with_channels_last
+from jaxtrain.torch_import.rewrites.grouped_queries import with_grouped_queries
+from jaxtrain.torch_import.rewrites.integers import with_int64
+from jaxtrain.torch_import.rewrites.kept_roundings import with_kept_roundings
+from jaxtrain.torch_import.rewrites.masks import with_causal_attention
+from jaxtrain.torch_import.rewrites.recomputed_formulas import with_recomputed_formulas
+from jaxtrain.torch_import.rewrites.repeat import Stacks, find_stacks, repeated
 from jaxtrain.torch_import.saved import save
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from jaxtrain.torch_import.capture import Beside, Example, Structure
     from jaxtrain.torch_import.graph import Captured
     from jaxtrain.torch_import.source import Pass
-    from parity import Case
 
 Call = Callable[[Any, Any], Any]
 """From (module, batch of tensors) to the module's result."""
@@ -182,7 +182,7 @@ class ImportedModel(GraphModel):
         buffers = {} if self.state_names is None else self.state_names.to_torch(state)
         return filled(self._structure, {**self._buffers, **buffers, **self.names.to_torch(params)})
 
-    def case(self, name: str = "imported", *args: Any, **kwargs: Any) -> "Case":
+    def case(self, name: str = "imported", *args: Any, **kwargs: Any) -> Any:
         """Return the parity case of this model, beside PyTorch's module.
 
         Without `torch_loss` and `loss_fn` the loss is the module's own, if it returns a scalar, alone or as "loss".
@@ -200,10 +200,10 @@ class ImportedModel(GraphModel):
           clip_norm: As `parity.Case.clip_norm`; 1 by default.
 
         Returns:
-          The case, as `parity.check`, `locate` and the other functions of `parity` take it.
+          The `parity.Case`, as `parity.check`, `locate` and the other functions of `parity` take it.
 
         Raises:
-          UserError: One of the two losses is missing, or `batch` is given without `rows`.
+          UserError: parity was not imported, one of the two losses is missing, or `batch` is given without `rows`.
 
         Example:
           >>> import torch
@@ -212,9 +212,7 @@ class ImportedModel(GraphModel):
           >>> check(model.case(), steps=2).passed
           True
         """
-        from parity.cases.imported import imported_case  # parity is above jaxtrain and needs PyTorch
-
-        return imported_case(self, name, *args, **kwargs)
+        return cases.case_of(self, name, *args, **kwargs)
 
     def source(self) -> str:
         """Return the model as readable JAX, one function for each class of modules.
@@ -243,12 +241,18 @@ class ImportedModel(GraphModel):
         """
         return self._source()[0]
 
-    def save_source(self, path: str | Path) -> list[Path]:
+    @property
+    def draws_in_evaluation(self) -> bool:
+        """Whether the module draws random numbers in evaluation mode."""
+        return first_draw(self._capture(self.params, self.example, train=False).graph) is not None
+
+    def save_source(self, path: str | Path, *, evaluation: bool = True) -> list[Path]:
         """Write `source` to a file, and the arrays that go with it to its folder.
 
         Args:
           path: The file. `params.safetensors` beside it holds the parameters, as in `params`, and
             `buffers.safetensors` the buffers that the source reads, if there are any.
+          evaluation: Whether the model has an evaluation mode; without one it needs a key.
 
         Returns:
           The written files.
@@ -259,7 +263,7 @@ class ImportedModel(GraphModel):
         from safetensors.flax import save_file
 
         self._require_weights()
-        text, buffers = self._source()
+        text, buffers = self._source(evaluation)
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -268,8 +272,8 @@ class ImportedModel(GraphModel):
             save_file(jax.tree.map(jnp.asarray, tensors), path.with_name(f"{name}.safetensors"))
         return [path, *(path.with_name(f"{name}.safetensors") for name in arrays)]
 
-    def _source(self) -> tuple[str, dict[str, jax.Array]]:
-        """Return the source with the buffers that it reads."""
+    def _source(self, has_evaluation: bool = True) -> tuple[str, dict[str, jax.Array]]:
+        """Return the source, with or without an evaluation mode, and the buffers that it reads."""
         from jaxtrain.torch_import.source import source_of
 
         keys = [self._key(self.params, self.example, train=train) for train in (True, False)]
@@ -278,7 +282,7 @@ class ImportedModel(GraphModel):
         def model(params: Params, batch: Any, rng: jax.Array | None, state: Params | None) -> Any:
             return self._run(train if rng is not None else evaluation, params, batch, rng, state)
 
-        if node := first_draw(evaluation.graph):
+        if has_evaluation and (node := first_draw(evaluation.graph)):
             raise refusal(
                 "the module draws random numbers in evaluation, which its source would not",
                 "keep the imported model, and pass it a key with train=False",
@@ -286,7 +290,7 @@ class ImportedModel(GraphModel):
             )
         return source_of(
             type(self._structure.module).__name__,
-            *(*written, *evaluated),
+            *(*written, *(evaluated if has_evaluation else [None])),
             model=model,
             batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), self.example),
             classes={name: type(part) for name, part in self._structure.module.named_modules()},

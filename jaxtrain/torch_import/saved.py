@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import TorchParam, read_torch
-from jaxtrain.torch_import.function import GraphModel, Key, Params
 from jaxtrain.torch_import.graph import (
     COND,
     CUSTOM,
@@ -31,6 +30,7 @@ from jaxtrain.torch_import.graph import (
     encode,
     references,
 )
+from jaxtrain.torch_import.graph_model import GraphModel, Key, Params
 from jaxtrain.torch_import.ops import TABLE
 from jaxtrain.torch_import.ops.int64 import holds_int64, rounds
 

@@ -1,8 +1,8 @@
 """Rows that a mask selects, as `x[mask]`, in arrays of fixed size.
 
 In a captured graph the number of selected rows is a prime number, by which an axis of them is known
-(`jaxtrain.torch_import.capture.selections`). Here such an axis becomes as long as the mask has elements: the selected
-rows come first, in their order, and the rows after them are padding. Every operation leaves ones (zeros of integers)
+(`capture.values.row_selections`). Here such an axis becomes as long as the mask has elements: the selected rows
+come first, in their order, and the rows after them are padding. Every operation leaves ones (zeros of integers)
 there, so that padding is neither inf nor NaN wherever it is read, and has no gradient. Reductions leave it out, and
 writing to places drops it. An operation that is not known to keep rows apart is refused.
 """

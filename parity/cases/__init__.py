@@ -59,7 +59,7 @@ def _load(name: str, **options: Any) -> Case:
 
     module_name, _, function = name.replace("-", "_").partition(".")
     try:
-        module = importlib.import_module(f"parity.cases.{module_name}")
+        module = importlib.import_module(f"parity.cases.built_in.{module_name}_case")
     except ModuleNotFoundError as missing:
         package = str(missing.name).partition(".")[0]
         if package not in ("torch", "transformers"):

@@ -89,7 +89,7 @@ def is_recipe(found: Any) -> bool:
 
 def _recipe_case(spec: str, kind: Any, options: dict[str, Any]) -> Case:
     from jaxtrain.errors import UserError
-    from parity.cases.recipe import recipe_case
+    from parity.cases.recipe_case import recipe_case
 
     for option in options.keys() - kind.__dataclass_fields__.keys():
         raise UserError(f"{spec} has no {option}: leave it out, or add the field to the recipe")

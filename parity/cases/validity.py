@@ -9,7 +9,7 @@ import torch
 from jaxtrain.errors import UserError
 from parity.case import Case
 from parity.oracle.in_torch import InFloat64
-from parity.sides.nonfinite import cause_of_nonfinite
+from parity.sides.nonfinite_loss import cause_of_nonfinite
 from parity.sides.torch_side import checked_loss, few_threads, in_dtype, seeded_model, tensor
 
 

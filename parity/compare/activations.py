@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from jaxtrain.passes import KERNEL, policy
 from jaxtrain.program import operations as op
 from jaxtrain.program.equations import is_call
-from jaxtrain.program.record import Inside, record
+from jaxtrain.program.recorded_values import Inside, record
 from jaxtrain.program.rewrite import bind, transform
 from jaxtrain.step import micro_batch_key, validated
 from jaxtrain.torch_internals import pytree

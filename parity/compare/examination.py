@@ -11,7 +11,7 @@ from parity.compare.reference import Reference
 from parity.compare.verdict import Verdict, same_meaning, same_precision
 from parity.record import Record
 from parity.settings import Settings, fp8_policy, in_double
-from parity.sides.nonfinite import cause_of_nonfinite
+from parity.sides.nonfinite_loss import cause_of_nonfinite
 
 if TYPE_CHECKING:
     from parity.sides.jax_side import Program

@@ -1,4 +1,4 @@
-"""One process of `parity.distributed.processes.in_processes`: read a function from a file, write its result to
+"""One process of `parity.distributed.process_calls.in_processes`: read a function from a file, write its result to
 another."""
 
 import os

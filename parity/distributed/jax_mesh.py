@@ -17,8 +17,8 @@ import jaxtrain
 from jaxtrain.distributed import bypass_compilation_cache, is_first, local_rows, make_mesh, process_group, shard
 from jaxtrain.step import current_scale
 from parity.case import Batch
-from parity.distributed.processes import free_port, in_processes
-from parity.distributed.training import Training
+from parity.distributed.mesh_training import Training
+from parity.distributed.process_calls import free_port, in_processes
 from parity.oracle.in_jax import in_float64
 from parity.record import Record
 from parity.sides.jax_side import from_torch, observe, record_gradients

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jaxtrain.distributed import DATA, DCN, FSDP, data_parallel_size, parse_mesh
 from parity.case import Batch, Case
-from parity.distributed.processes import free_port, in_processes
-from parity.distributed.training import Scaling, Training
+from parity.distributed.mesh_training import Scaling, Training
+from parity.distributed.process_calls import free_port, in_processes
 from parity.oracle.in_torch import InFloat64
 from parity.record import Record
 from parity.sides.torch_side import AUTOCAST, WHOLE, Updates, full_tensor, in_dtype, seeded_model, snapshot, tensor

@@ -99,7 +99,7 @@ def diagnose(run: "StageRun", divergence: Divergence | None = None) -> Diagnosis
       The diagnosis; None if all stages hold or no known convention explains the difference.
 
     >>> from dataclasses import replace
-    >>> from parity.cases.mlp import case
+    >>> from parity.cases.built_in.mlp_case import case
     >>> from parity.optimizer import Optimizer
     >>> from parity.explain.stages import run_stages
     >>> mlp = case(side=8, hidden=32)
@@ -152,8 +152,8 @@ class _Trial:
         return self._of_optimizer(seen, [ours[i, "update"] for i in range(1, self.steps + 1)])
 
     def _of_operations(self, ours: "Tensors", divergence: Divergence | None) -> Iterator[Diagnosis]:
-        from parity.explain.conventions.operations import OPERATIONS
         from parity.explain.conventions.substitution import Substitution
+        from parity.explain.conventions.torch_functions import OPERATIONS
 
         unchanged = (self.failing.step - 1) * self.run.accumulate
         module = divergence.torch.partition(": ")[0] if divergence else None

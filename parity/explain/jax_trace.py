@@ -24,7 +24,7 @@ from jaxtrain.passes import hook
 from jaxtrain.paths import path_name
 from jaxtrain.program import equations
 from jaxtrain.program import operations as op
-from jaxtrain.program.record import Inside, record
+from jaxtrain.program.recorded_values import Inside, record
 from jaxtrain.program.rewrite import bind, interpret
 from parity.case import Case
 from parity.compare.fingerprint import NOISE, Fingerprint, Sources, Trace, fingerprint

@@ -14,7 +14,7 @@ from parity.case import Case
 from parity.compare.verdict import Verdict
 from parity.explain.locate import locate
 from parity.mutate.mutant import Mutant
-from parity.mutate.operations import mutants_of
+from parity.mutate.operation_bugs import mutants_of
 from parity.run import check
 from parity.settings import EXACT
 

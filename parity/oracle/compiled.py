@@ -19,9 +19,13 @@ AS_WRITTEN = {"xla_disable_hlo_passes": "algsimp"}
 """XLA's options for programs whose arithmetic is not simplified: it computes x + 1e8 - 1e8 as x."""
 
 
-def jit(fn: Callable[..., Any], **options: Any) -> Any:
-    """Return `jax.jit(fn, **options)`, compiled without costly optimizations on CPUs."""
-    return jax.jit(fn, compiler_options=_options(jax.default_backend(), as_written=False), **options)
+def jit(fn: Callable[..., Any], *, optimized: bool = False, **options: Any) -> Any:
+    """Return `jax.jit(fn, **options)`, compiled without costly optimizations on CPUs unless it is `optimized`.
+
+    Convolutions in float64 that are not optimized take ten times as long.
+    """
+    quick = None if optimized else _options(jax.default_backend(), as_written=False)
+    return jax.jit(fn, compiler_options=quick, **options)
 
 
 def jit_as_written(fn: Callable[..., Any]) -> Any:

@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxtrain.passes.fp8.product import NAME as FP8_PRODUCT
-from jaxtrain.passes.fp8.product import evaluate as evaluate_fp8_product
+from jaxtrain.passes.fp8.fp8_product import NAME as FP8_PRODUCT
+from jaxtrain.passes.fp8.fp8_product import evaluate as evaluate_fp8_product
 from jaxtrain.passes.fp8.scaled_product import NAME as SCALED_PRODUCT
 from jaxtrain.passes.fp8.scaled_product import evaluate as evaluate_scaled_product
 from jaxtrain.passes.fp8.scales import CAST, evaluate_cast

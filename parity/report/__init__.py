@@ -1,7 +1,7 @@
 """Results as a table in the terminal, as JSON and as an HTML page."""
 
 from parity.report.document import document, document_of_rows, row
-from parity.report.live import waiting
+from parity.report.live_status import waiting
 from parity.report.result import Result
 from parity.report.terminal import bars, divergence, table
 

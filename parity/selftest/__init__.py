@@ -21,16 +21,16 @@ from parity.selftest.check_result import CheckResult
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 CHECKS = (
-    "compiler.programs",
-    "products.products",
-    "products.convolutions",
-    "step.overflow",
-    "step.accumulation",
-    "step.rematerialization",
-    "checkpoint.checkpoint",
-    "gpt2.determinism",
-    "gpt2.precision",
-    "collectives.collectives",
+    "compiler_check.programs",
+    "products_check.products",
+    "products_check.convolutions",
+    "step_check.overflow",
+    "step_check.accumulation",
+    "step_check.rematerialization",
+    "checkpoint_check.checkpoint",
+    "gpt2_check.determinism",
+    "gpt2_check.precision",
+    "collectives_check.collectives",
 )
 """Modules of this package and their checks, each after those it depends on."""
 STYLES = {True: ("PASS", "green"), False: ("FAIL", "bold red"), None: ("none", "dim")}

@@ -8,18 +8,18 @@ from pathlib import Path
 from jax.extend.core import JaxprEqn
 
 import jaxtrain
-from jaxtrain.program import record
-from jaxtrain.program.record import Inside
+from jaxtrain.program import recorded_values
+from jaxtrain.program.recorded_values import Inside
 from parity.source import is_of_harness
 
-REWRITES = tuple(Path(jaxtrain.__file__).parent / folder for folder in ("passes", "program"))
+REWRITES = tuple(Path(jaxtrain.__file__).parent / folder for folder in ("passes", "program", "labs"))
 
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 def line_of(eqn: JaxprEqn, inside: Inside = ()) -> tuple[str, int] | None:
     """Return the line of the model, the loss or the optimizer that an equation comes from."""
-    return record.line_of(eqn, inside, is_of_user)
+    return recorded_values.line_of(eqn, inside, is_of_user)
 
 
 def libraries() -> tuple[Path, ...]:

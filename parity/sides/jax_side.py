@@ -79,7 +79,7 @@ class Program:
         )
         exact = precision == "fp64"
         self._step = self._build(in_float64(case.loss_fn) if exact else case.loss_fn)
-        self._exact = jit(self._exact_step, donate_argnums=0) if exact else None
+        self._exact = jit(self._exact_step, donate_argnums=0, optimized=case.is_large) if exact else None
         self._init = jit(self._step.init)
         if in_double(precision) and not exact:
             self._init = partial(_init_in_float64, self._init)

@@ -19,7 +19,7 @@ from jaxtrain.models.attention import drawn_mask, draws_mask
 from jaxtrain.program import equations
 from jaxtrain.program import operations as op
 from jaxtrain.program.equations import is_call
-from jaxtrain.program.record import Inside, record
+from jaxtrain.program.recorded_values import Inside, record
 from jaxtrain.program.rewrite import bind, transform
 from jaxtrain.step import LossFn, micro_batch_key, validated
 from jaxtrain.torch_internals import TorchDispatchMode, disable_current_modes

@@ -17,7 +17,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.torch_import import convert_tensors, lent, set_tensors, tensors_of
 from parity.case import Case
 from parity.oracle.caches import clear_caches
-from parity.oracle.constants import recompute_constants
+from parity.oracle.float64_constants import recompute_constants
 from parity.oracle.in_torch import InFloat64
 from parity.progress import report
 from parity.record import Record, Snapshot, Step, Tensors

@@ -11,7 +11,7 @@ from scipy.optimize import linear_sum_assignment
 
 from jaxtrain.interop import LAYER, Layout, leaves, linear_after_flatten
 from parity.weights.layouts import Shape, head_layouts, whole_layouts
-from parity.weights.names import Name, name_prices, natural, sibling_prices
+from parity.weights.name_evidence import Name, name_prices, natural, sibling_prices
 
 REVISIONS = 5
 """How often an assignment is revised so that the tensors of a module stay together."""

@@ -93,7 +93,7 @@ def test_a_combination_without_rows_is_refused():
         (["cpu", "--workload", "mlp"], "gpt2-tiny, mlp-launch-bound, resnet18"),
         (["cpu", "--precision", "fp8"], "fp32, bf16"),
         (["cpu", "--minutes", "0"], "--minutes must be positive and finite, got 0.0"),
-        (["cpu", "--json", "{}/nowhere/f.json"], "create the folder"),
+        (["cpu", "--json", "{}/nowhere/f.json"], "cannot be written: name a file in a writable folder"),
     ],
 )
 def test_wrong_usage_is_a_one_line_error_with_the_remedy(arguments, known, tmp_path, capsys):

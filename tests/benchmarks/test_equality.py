@@ -115,10 +115,10 @@ def test_a_loss_that_is_a_millionth_larger_is_refused(monkeypatch, capsys):
 def test_a_different_model_is_refused(monkeypatch, capsys):
     def make(**sizes):
         from jaxtrain.models import GPT2Config
-        from parity.cases import gpt2
+        from parity.cases.built_in import gpt2_case
 
         config = GPT2Config(vocab_size=17, n_positions=8, n_embd=8, n_layer=1, n_head=2)
-        return gpt2.case(dataclasses.replace(config, layer_norm_epsilon=1e-6), reference=config, rows=2, tokens=5)
+        return gpt2_case.case(dataclasses.replace(config, layer_norm_epsilon=1e-6), reference=config, rows=2, tokens=5)
 
     monkeypatch.setitem(WORKLOADS, "gpt2-tiny", dataclasses.replace(WORKLOADS["gpt2-tiny"], make=make))
     monkeypatch.setattr(equality, "Process", InThisProcess)

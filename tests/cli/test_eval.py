@@ -161,7 +161,7 @@ def test_eval_of_the_training_split_prints_a_summary(root, capsys):
 
 
 BAD = {
-    "eval": "a run folder is required",
+    "eval": "the following arguments are required: DIR; see jaxtrain eval --help",
     "eval nowhere": "nowhere holds no run",
     "eval digits-mlp --worst 0": "--worst must be positive, got 0",
     "eval digits-mlp --split test": "test",

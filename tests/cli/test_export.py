@@ -16,7 +16,7 @@ import transformers
 
 from jaxtrain.cli import main
 from jaxtrain.errors import RunFailed
-from jaxtrain.export import huggingface, onnx_operators, stablehlo, torch_run
+from jaxtrain.export import huggingface, onnx_operators, stablehlo, torch_checkpoint
 from jaxtrain.export.inference import build_inference
 from jaxtrain.export.verify import BAR, NOISE
 from jaxtrain.flags import parse
@@ -24,7 +24,7 @@ from jaxtrain.recipes import RECIPES
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe
 from jaxtrain.runner.checkpoint import Checkpoints, restore_state
-from jaxtrain.runner.optimizer import training_step
+from jaxtrain.runner.recipe_step import training_step
 
 SUFFIXES = {"torch": ".pt", "onnx": ".onnx", "stablehlo": "-stablehlo", "huggingface": "-huggingface"}
 ENCODER = "--num-hidden-layers 2 --hidden-size 8 --num-attention-heads 2"
@@ -213,7 +213,7 @@ def perturbed(module, name, monkeypatch):
 BREAKS = {
     "onnx": lambda m: m.setitem(onnx_operators.OPERATORS, "tanh", onnx_operators.OPERATORS["sin"]),
     "stablehlo": lambda m: perturbed(stablehlo, "write_tensors", m),
-    "torch": lambda m: perturbed(torch_run, "to_torch", m),
+    "torch": lambda m: perturbed(torch_checkpoint, "to_torch", m),
     "huggingface": lambda m: perturbed(huggingface, "save_pretrained", m),
 }
 

@@ -14,7 +14,7 @@ from jaxtrain.data import digits
 from jaxtrain.data.loader import Loader, epoch_batches
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe
-from jaxtrain.runner.optimizer import schedule
+from jaxtrain.runner.recipe_step import schedule
 
 MLP = "--model digits-mlp --hidden 8 --batch-size 16 --clip-norm 0.5 --steps 6"
 LOGGING = "--log-every 1 --eval-every 6"
@@ -239,7 +239,7 @@ BAD = {
     "import-torch bad.pt --model digits-mlp --hidden 8": "1.weight contains inf or NaN",
     "import-torch good.pt --model digits-mlp --hidden 8 --out a_file": "a_file is a file",
     "import-torch good.pt --model digits-mlp --hidden 8 --fp8-exclude layers/1/*": "has no effect in fp32",
-    "export": "a run folder is required",
+    "export": "the following arguments are required: DIR; see jaxtrain export --help",
     "export nowhere": "nowhere holds no run",
     "train digits-mlp --optimizer sdg": "function 'sdg' is unknown",
     "train digits-mlp --optimizer adamw(speed=3)": "adamw has no argument speed",

@@ -67,7 +67,7 @@ def test_a_trace_without_operations_is_replaced_by_an_estimate(capsys, monkeypat
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("profile", "a run folder is required: jaxtrain profile DIR"),
+        ("profile", "the following arguments are required: DIR; see jaxtrain profile --help"),
         ("profile nowhere", "nowhere holds no run"),
         ("profile nowhere --steps 0", "--steps must be positive, got 0"),
         (

@@ -45,7 +45,7 @@ def test_one_run_is_reported_in_its_folder_and_several_in_the_working_folder(cap
         ("report a --out no/where.html", "no/where.html cannot be written (No such file or directory): choose another"),
         ("report a --serve --out x.html", "--out x.html and --serve are mutually exclusive: use one of them"),
         ("report a --serve 99999", "port 99999 cannot be opened (bind(): port must be 0-65535.): choose another"),
-        ("report a --serve x", "--serve must be an integer, got 'x'; see jaxtrain report DIR… --help"),
+        ("report a --serve x", "--serve must be an integer, got 'x'; see jaxtrain report --help"),
     ],
 )
 def test_invalid_usage_is_a_one_line_error(command, error_line, capsys):

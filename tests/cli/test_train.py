@@ -21,7 +21,7 @@ from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import Checkpoints, interval, loop, read_recipe
 from jaxtrain.runner.checkpoint import restore_params, saved_steps
 from jaxtrain.runner.lock import RunLock
-from jaxtrain.runner.optimizer import schedule
+from jaxtrain.runner.recipe_step import schedule
 
 from .conftest import TINY_GPT
 
@@ -333,7 +333,7 @@ BAD_FLAGS = {
     "train --stepz 3": "--stepz",
     "train --out a_file": "a_file is a file",
     f"train --out {'a' * 300}": "is not a valid path (File name too long)",
-    "sample": "a run folder is required",
+    "sample": "the following arguments are required: DIR; see jaxtrain sample --help",
     "sample nowhere": "nowhere holds no run",
     "train --steps 1e3": "steps must be an integer, got '1e3': use 1000",
     "train --lr": "--lr",

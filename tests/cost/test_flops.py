@@ -10,7 +10,7 @@ from jaxtrain.cost.flops import flops
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import CNN, GPT2, GPT2Config, functional
 from jaxtrain.models.attention import attention
-from jaxtrain.models.attention.options import Operands, Options
+from jaxtrain.models.attention.attention_options import Operands, Options
 from jaxtrain.models.attention.primitives import fused_attention
 from jaxtrain.passes import autocast, block, remat
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxtrain.cli.compilation_cache import enable_compilation_cache
 from jaxtrain.cli.doctor import main
-from jaxtrain.debug import doctor
+from jaxtrain.debug import installation
 
 
 @pytest.fixture
@@ -56,14 +56,16 @@ def test_the_text_output_reports_the_findings(capsys):
 def test_a_terminal_shows_each_name_beside_its_message(capsys, monkeypatch):
     """The spinner erases an unfinished line."""
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr("jaxtrain.debug.run_checks", lambda: iter([doctor.Finding("disk", "fine", "9 GiB [free]")]))
+    monkeypatch.setattr(
+        "jaxtrain.debug.run_checks", lambda: iter([installation.Finding("disk", "fine", "9 GiB [free]")])
+    )
     main([])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "9 GiB [free]" in line)
     assert "disk" in line.rpartition("\x1b[2K")[2]
 
 
 def test_problems_are_counted_and_are_the_exit_status(capsys, monkeypatch):
-    found = [doctor.Finding(name, status, "") for name, status in (("disk", "problem"), ("torch", "note"))]
+    found = [installation.Finding(name, status, "") for name, status in (("disk", "problem"), ("torch", "note"))]
     for n, text in enumerate(("no problems", "1 problem", "2 problems")):
         monkeypatch.setattr("jaxtrain.debug.run_checks", lambda n=n: iter([*[found[0]] * n, found[1]]))
         assert main([]) == (1 if n else 0)
@@ -82,21 +84,21 @@ def test_problems_are_counted_and_are_the_exit_status(capsys, monkeypatch):
 )
 def test_incompatible_versions_are_reported(versions, installed, fix):
     versions |= installed
-    finding = only(doctor.packages())
+    finding = only(installation.packages())
     assert finding.status == ("problem" if fix else "fine")
     assert finding.fix == fix
 
 
 def test_a_missing_torch_is_a_note(versions):
-    assert only(doctor.torch()).status == "note"
+    assert only(installation.torch()).status == "note"
     versions["torch"] = "2.11"
-    assert only(doctor.torch()).message == "torch 2.11"
+    assert only(installation.torch()).message == "torch 2.11"
 
 
 def test_small_limits_are_problems(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(total=64 * 2**20, free=2**20))
-    found = {finding.name: finding for finding in doctor.limits()}
+    monkeypatch.setattr(installation.shutil, "disk_usage", lambda _: SimpleNamespace(total=64 * 2**20, free=2**20))
+    found = {finding.name: finding for finding in installation.limits()}
     assert {name for name, finding in found.items() if finding.status == "problem"} == {*found}
     assert found["open files"].fix == "ulimit -n 1024"
 
@@ -112,18 +114,18 @@ def test_small_limits_are_problems(monkeypatch):
 def test_a_gpu_that_jax_does_not_see_is_a_problem(monkeypatch, tmp_path, environment, fix):
     driver = tmp_path / "version"
     driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86  Wed Jan 1 00:00:00 UTC 2025\n")
-    monkeypatch.setattr(doctor, "DRIVER", driver)
+    monkeypatch.setattr(installation, "DRIVER", driver)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    finding = next(doctor.devices())
+    finding = next(installation.devices())
     assert (finding.status, finding.fix) == ("problem", fix)
 
 
 def test_a_device_with_wrong_products_is_found(monkeypatch):
     right = jnp.matmul
     monkeypatch.setattr(jnp, "matmul", lambda *args, **kwargs: right(*args, **kwargs).at[3, 3].add(1))
-    finding = only(doctor.products(jax.local_devices()[0]))
+    finding = only(installation.products(jax.local_devices()[0]))
     assert finding.status == "problem"
     assert finding.message.startswith("wrong products: errors in units of epsilon float32 ")
 
@@ -133,7 +135,7 @@ def test_a_cache_that_cannot_be_written_is_a_problem(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
     for path, status in {None: "fine", str(tmp_path / "file" / "cache"): "problem", str(tmp_path): "fine"}.items():
         monkeypatch.setattr(type(jax.config), "jax_compilation_cache_dir", path, raising=False)
-        assert only(doctor.cache()).status == status
+        assert only(installation.cache()).status == status
 
 
 def test_the_cache_without_a_variable_is_that_of_the_commands(monkeypatch, tmp_path):
@@ -141,4 +143,4 @@ def test_the_cache_without_a_variable_is_that_of_the_commands(monkeypatch, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)
-    assert f"0 files in {enable_compilation_cache()};" in only(doctor.cache()).message
+    assert f"0 files in {enable_compilation_cache()};" in only(installation.cache()).message

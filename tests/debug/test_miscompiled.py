@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.debug import doctor, miscompiled
+from jaxtrain.debug import installation, miscompiled
 from jaxtrain.errors import UserError
 from jaxtrain.recipes.image import MLPRecipe
 
@@ -43,7 +43,7 @@ def test_a_run_is_refused_before_anything_is_written(wrong_rows, cache, tmp_path
         jt.fit(MLPRecipe(steps=1), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
     assert not cache.exists()
-    (found,) = doctor.programs(jax.devices()[0])
+    (found,) = installation.programs(jax.devices()[0])
     assert found.status == "problem"
     assert "sums of products of rows" in found.message
 

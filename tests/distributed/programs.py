@@ -32,8 +32,8 @@ from jaxtrain.models import (
     vit,
 )
 from jaxtrain.models.batch_norm import set_batch_norm_groups
-from jaxtrain.models.decoder import attend, visible_keys
-from jaxtrain.models.dropout import dropout
+from jaxtrain.models.layers.decoder import attend, visible_keys
+from jaxtrain.models.layers.dropout import dropout
 from jaxtrain.optim import adamw
 from jaxtrain.paths import none_frozen, path_name
 from jaxtrain.step import window_step

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxtrain.cli.flags import recipe_name
+from jaxtrain.cli.named_recipe import recipe_name
 from jaxtrain.cli.train import Train, parse_recipe
 from jaxtrain.distributed.processes import initialize_arguments
 from jaxtrain.flags import parse_known

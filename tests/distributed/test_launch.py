@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from jaxtrain.cli import launch, main
+from jaxtrain.cli.child_processes import Ended, Processes
 from jaxtrain.cli.launch import _gpus, _places, _settings
-from jaxtrain.cli.processes import Ended, Processes
 from jaxtrain.errors import UserError
 
 LONG = 30
@@ -22,7 +22,7 @@ def launcher(program: str, n: int = 2, grace: float = LONG) -> list[str]:
     outer = (
         # A shell that runs the tests in the background lets them ignore it.
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from jaxtrain.cli.processes import Processes; "
+        "from jaxtrain.cli.child_processes import Processes; "
         f"environments = [{{**os.environ, 'ME': str(i), 'PYTHONUNBUFFERED': '1'}} for i in range({n})]; "
         f"sys.exit(Processes([sys.executable, '-c', {inner!r}], environments, {grace}).run().status)"
     )

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxtrain.distributed import make_mesh, memory_per_device, ring, ring_steps
-from jaxtrain.distributed.attention import find_attention
-from jaxtrain.distributed.program import constrain_shardings
+from jaxtrain.distributed.constrained_loss import constrain_shardings
+from jaxtrain.distributed.long_attention import find_attention
 from jaxtrain.models.attention import FORWARD, attention, blockwise, primitives
-from jaxtrain.models.attention.blocks import Sizes, visible_pairs
+from jaxtrain.models.attention.attention_options import Operands, Options
+from jaxtrain.models.attention.block_pairs import Sizes, visible_pairs
 from jaxtrain.models.attention.dropout_mask import counters
 from jaxtrain.models.attention.formula import formula
-from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.passes import autocast, block, remat
 from jaxtrain.program.equations import visit
 from tests.distributed.deep import ROWS, deep

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtrain as jt
 from jaxtrain.distributed import make_mesh, shard, state_shardings
 from jaxtrain.optim import adamw8bit
-from jaxtrain.optim.blockwise import Blockwise
+from jaxtrain.optim.blockwise_quantization import Blockwise
 
 # Blocks of 256 elements: parts of rows, whole rows and pieces of several rows; shards of 96 and 32 columns.
 SHAPES = {"wide": (12, 768), "square": (96, 64), "stack": (3, 24, 192)}

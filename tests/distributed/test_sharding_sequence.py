@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.distributed import constrained_loss as loss_program
 from jaxtrain.distributed import make_mesh, memory_per_device, shard
-from jaxtrain.distributed import program as loss_program
 from jaxtrain.errors import UserError
 from jaxtrain.optim import adamw
 from jaxtrain.passes.mesh.merged_rows import UnmergeRows

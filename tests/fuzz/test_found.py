@@ -18,7 +18,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop.metadata import read_metadata
 from jaxtrain.interop.torch_file import read_torch
 from jaxtrain.interop.torch_run import torch_run
-from jaxtrain.models.folder import read_json, read_tensors
+from jaxtrain.models.files.folder import read_json, read_tensors
 from tests.fuzz.importers import LIKE, TABLE, bounded, checkpoint
 
 

@@ -71,7 +71,7 @@ def test_all_products_with_kernels_are_in_8_bits(precision, accumulate, unroll):
 
 def test_products_are_in_8_bits_with_the_options_of_the_step_alone(monkeypatch):
     # What a device compiles; `compile_for_gpu` adds options that make programs comparable.
-    monkeypatch.setattr("jaxtrain.cost.gpu.program.COMPILER_OPTIONS", {"xla_gpu_autotune_level": "0"})
+    monkeypatch.setattr("jaxtrain.cost.gpu.compiled_program.COMPILER_OPTIONS", {"xla_gpu_autotune_level": "0"})
     products = program(Settings("llama", "fp8")).product_dtypes
     assert sum(times for dtypes, times in products.items() if dtypes.startswith("f8")) == 3 * LINEAR_LAYERS
 

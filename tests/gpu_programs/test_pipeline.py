@@ -8,10 +8,10 @@ import pytest
 from flax import nnx
 
 import jaxtrain
+from jaxtrain.labs.pipeline import Schedule
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional, gpt2
 from jaxtrain.optim import adamw
-from jaxtrain.passes import Schedule
 from jaxtrain.planning import gpu_program
 from tests.gpu_programs.families import HEADS, LENGTH, VOCABULARY, WIDTH
 

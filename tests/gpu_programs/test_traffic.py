@@ -11,7 +11,7 @@ from jaxtrain.cost import find_target
 from jaxtrain.cost.gpu import compile_for_gpu, gpu_devices
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import functional
-from jaxtrain.models.layer_norm import LayerNorm
+from jaxtrain.models.layers.layer_norm import LayerNorm
 from jaxtrain.passes import overwrite_logits, split_products
 
 ROWS, WIDTH, CLASSES = 4096, 512, 50304

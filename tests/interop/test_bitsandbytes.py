@@ -12,7 +12,7 @@ import torch
 import jaxtrain as jt
 from jaxtrain.interop import LINEAR, NameTable, TorchParam, from_torch, read_torch, to_torch, torch_run, write_torch
 from jaxtrain.interop.names import CONV
-from jaxtrain.optim.blockwise import Blockwise
+from jaxtrain.optim.blockwise_quantization import Blockwise
 from tests.interop.saved_runs import assert_same
 from tests.optim.test_eight_bit import bitsandbytes, nearest_codes
 

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 from hypothesis import strategies as st
 
+from jaxtrain.models.attention.attention_options import Operands, Options
 from jaxtrain.models.attention.dropout_mask import counters
 from jaxtrain.models.attention.formula import formula, log_sum_exp
-from jaxtrain.models.attention.options import Operands, Options
 
 B, T, S, N, H, V = 2, 21, 37, 4, 8, 5
 BOUND = 1e-12

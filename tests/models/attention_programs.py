@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.models.attention import attention, primitives
+from jaxtrain.models.attention.attention_options import Operands, Options
 from jaxtrain.models.attention.dropout_mask import counters
-from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.primitives import fused_attention
 from tests.models.explicit_attention import Given
 

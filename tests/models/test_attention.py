@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import FORWARD, attention, primitives
-from jaxtrain.models.attention.options import Operands, Options
+from jaxtrain.models.attention.attention_options import Operands, Options
 from jaxtrain.models.attention.primitives import fused_attention
 from jaxtrain.passes import block, remat
 from jaxtrain.passes.numerics.autocast import autocast

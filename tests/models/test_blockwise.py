@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxtrain.models.attention import attention
-from jaxtrain.models.attention.blocks import Sizes, visible_pairs, visible_pairs_by_row
+from jaxtrain.models.attention.attention_options import Operands, Options
+from jaxtrain.models.attention.block_pairs import Sizes, visible_pairs, visible_pairs_by_row
 from jaxtrain.models.attention.blockwise import backward, forward
 from jaxtrain.models.attention.formula import formula
-from jaxtrain.models.attention.options import Operands, Options
 
 
 def gradients(fn, *arrays):

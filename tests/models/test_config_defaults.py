@@ -8,8 +8,8 @@ import pytest
 
 from jaxtrain import models
 from jaxtrain.errors import UserError
+from jaxtrain.models.layers.rope import to_hf as rope_to_hf
 from jaxtrain.models.llama import MODEL_TYPES
-from jaxtrain.models.rope import to_hf as rope_to_hf
 
 CONFIGS = {
     "BertConfig": "transformers",

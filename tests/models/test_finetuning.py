@@ -22,7 +22,7 @@ from jaxtrain.models import (
     with_neftune,
 )
 from jaxtrain.program.equations import visit
-from parity.cases import text
+from parity.cases.built_in import token_batches
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
 
@@ -90,7 +90,7 @@ def torch_preferences(model, batch):
 
 def language_models():
     ours = functional(Llama(SIZES, rngs=nnx.Rngs(0)), log_probs)
-    return ours, text.torch_model(llama.to_hf(SIZES)), llama.torch_names(SIZES)
+    return ours, token_batches.torch_model(llama.to_hf(SIZES)), llama.torch_names(SIZES)
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,7 @@ from jaxtrain.models.generation import Sampling, generate, stream
 from jaxtrain.models.llama import Llama
 from jaxtrain.models.mixtral import Mixtral
 from jaxtrain.program.equations import visit
-from parity.cases import gpt2 as gpt2_case
-from parity.cases import llama as llama_case
-from parity.cases import mixtral as mixtral_case
-from parity.cases import t5 as t5_case
-from parity.cases import text
+from parity.cases.built_in import gpt2_case, llama_case, mixtral_case, t5_case, token_batches
 from parity.oracle.in_torch import InFloat64
 from tests.models.programs import widened
 
@@ -56,7 +52,7 @@ def made(config):
             theirs = (gpt2_case if module is gpt2 else t5_case)._torch_model(config)
         else:
             # Only the eager experts of transformers support float64.
-            theirs = text.torch_model({**module.to_hf(config), "experts_implementation": "eager"})
+            theirs = token_batches.torch_model({**module.to_hf(config), "experts_implementation": "eager"})
         with torch.no_grad():
             for p in theirs.parameters():
                 # As large as in training, so that texts do not repeat one token.

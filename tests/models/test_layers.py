@@ -8,8 +8,8 @@ import torch
 from flax import nnx
 
 from jaxtrain.models import functional
-from jaxtrain.models.layer_norm import LayerNorm, layer_norm_gradient, merged_moments
-from jaxtrain.models.linear import Linear, product
+from jaxtrain.models.layers.layer_norm import LayerNorm, layer_norm_gradient, merged_moments
+from jaxtrain.models.layers.linear import Linear, product
 
 
 @pytest.mark.parametrize(("shift", "scale"), [(0.0, 1.0), (3000.0, 1.0), (0.0, 1e-3)])

@@ -15,12 +15,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from jaxtrain.errors import UserError
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import functional
+from jaxtrain.models.layers.rope import Rope
 from jaxtrain.models.llama import Llama, LlamaConfig, from_hf, to_hf, torch_names
-from jaxtrain.models.rope import Rope
 from jaxtrain.passes.memory.remat import remat
 from jaxtrain.passes.numerics.autocast import autocast
 from jaxtrain.program.equations import visit
-from parity.cases import text
+from parity.cases.built_in import token_batches
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
 from tests.models.programs import widened
@@ -65,7 +65,7 @@ def randomized_model(config):
     """Return the float64 model of transformers, with no scale at 1 and no bias at 0."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        theirs = text.torch_model(to_hf(config))
+        theirs = token_batches.torch_model(to_hf(config))
         with torch.no_grad():
             for p in theirs.parameters():
                 p += 0.1 * torch.randn_like(p)

@@ -28,8 +28,8 @@ from jaxtrain.models import (
     save_adapters,
     stream,
 )
-from jaxtrain.models.dropout import dropout
 from jaxtrain.models.gpt2 import torch_names
+from jaxtrain.models.layers.dropout import dropout
 from jaxtrain.passes.memory.remat import remat
 from jaxtrain.passes.numerics.autocast import autocast
 from jaxtrain.program.equations import visit

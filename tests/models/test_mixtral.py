@@ -25,7 +25,7 @@ from jaxtrain.models.mixtral import (
 )
 from jaxtrain.passes.numerics.autocast import autocast
 from jaxtrain.program.equations import visit
-from parity.cases import text
+from parity.cases.built_in import token_batches
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
 
@@ -138,7 +138,7 @@ def test_router_logits_are_returned_if_requested():
 def test_torch_names_equal_those_of_transformers():
     _, like = functional(nnx.eval_shape(lambda: Mixtral(CONFIG, rngs=nnx.Rngs(0))))
     tensors = torch_names(CONFIG).to_torch(jax.tree.map(lambda x: np.zeros(x.shape), like))
-    theirs = text.torch_model(to_hf(CONFIG)).state_dict()
+    theirs = token_batches.torch_model(to_hf(CONFIG)).state_dict()
     assert {k: v.shape for k, v in tensors.items()} == {k: tuple(v.shape) for k, v in theirs.items()}
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.models.attention import pallas_gpu
+from jaxtrain.models.attention.attention_options import Operands, Options
 from jaxtrain.models.attention.formula import visible
-from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.pallas_gpu import Blocks, Schedule
 from tests.models.attention_operands import BOUND, EVERYTHING, configurations, draw, explicit
 

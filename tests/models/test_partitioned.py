@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.models.attention.attention_options import Operands, Options
 from jaxtrain.models.attention.formula import formula
-from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.partitioned import partitioned
 from tests import lowering
 

@@ -14,7 +14,7 @@ from jaxtrain.models import GPT2, GPT2Config, Llama, LlamaConfig, functional, lo
 from jaxtrain.models import gpt2 as gpt2_family
 from jaxtrain.models import llama as llama_family
 from jaxtrain.models.peft import torch_names
-from parity.cases import gpt2, text
+from parity.cases.built_in import gpt2_case, token_batches
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
 from tests.models.programs import widened
@@ -30,12 +30,12 @@ GPT2_TARGETS, LLAMA_TARGETS = ["c_attn", "mlp.c_proj"], ["q_proj", "o_proj", "do
 
 
 def gpt2_pair():
-    theirs = gpt2.case(reference=GPT2_SIZES).torch_model()
+    theirs = gpt2_case.case(reference=GPT2_SIZES).torch_model()
     return theirs, GPT2(GPT2_SIZES, rngs=nnx.Rngs(0)), gpt2_family.torch_names()
 
 
 def llama_pair():
-    theirs = text.torch_model(llama_family.to_hf(LLAMA_SIZES))
+    theirs = token_batches.torch_model(llama_family.to_hf(LLAMA_SIZES))
     return theirs, Llama(LLAMA_SIZES, rngs=nnx.Rngs(0)), llama_family.torch_names(LLAMA_SIZES)
 
 

@@ -35,9 +35,9 @@ from jaxtrain.models import (
     functional,
     functional_with_state,
     open_pretrained,
-    pretrained,
     save_pretrained,
 )
+from jaxtrain.models.files import pretrained
 from jaxtrain.models.mixtral import EXPERTS
 from jaxtrain.models.t5 import T5, T5Config, to_hf
 from parity.oracle.in_torch import InFloat64

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtrain.errors import UserError
 from jaxtrain.interop import CONV
 from jaxtrain.models import functional, functional_with_state
-from jaxtrain.models.convolution import conv, max_pool
+from jaxtrain.models.layers.padded_convolution import conv, max_pool
 from jaxtrain.models.resnet import (
     RESNET_18,
     RESNET_34,

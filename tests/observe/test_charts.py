@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxtrain.observe.charts import average_points, chart_data, charts, thin_points
 from jaxtrain.observe.log_line import LogLine
-from jaxtrain.observe.record import Record, read_record
+from jaxtrain.observe.run_record import Record, read_record
 
 from .runs import write_run
 

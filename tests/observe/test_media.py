@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import jaxtrain as jt
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.observe import MetricsLog, read_metrics, read_record, shown_media
-from jaxtrain.observe.report import render_report
+from jaxtrain.observe.run_report import render_report
 from jaxtrain.run import encode_media, split_media
 
 from .runs import line, write_run

@@ -16,7 +16,7 @@ from jaxtrain.observe import read_record, write_report, write_result
 from jaxtrain.observe.charts import chart_data
 from jaxtrain.observe.error_analysis import ErrorAnalysis, write_error_page
 from jaxtrain.observe.predictions import Predictions
-from jaxtrain.observe.report import render_report
+from jaxtrain.observe.run_report import render_report
 
 from .runs import write_run
 

@@ -9,7 +9,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.observe import MetricsLog, read_record, write_report
-from jaxtrain.observe.report import render_report
+from jaxtrain.observe.run_report import render_report
 from jaxtrain.observe.serve import report_server
 
 from .browser import CHROMIUM, DRIVER, browser

@@ -13,12 +13,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from jaxtrain.data import ByteTokenizer
 from jaxtrain.observe import MetricsLog, read_record, write_result
+from jaxtrain.observe.dashboards.final_events import log_error_analysis, log_final
+from jaxtrain.observe.dashboards.tensorboard import Events
 from jaxtrain.observe.error_analysis import ErrorAnalysis
-from jaxtrain.observe.final_events import log_error_analysis, log_final
 from jaxtrain.observe.histograms import BINS, histograms
 from jaxtrain.observe.pictures import confusion_picture
 from jaxtrain.observe.predictions import Predictions
-from jaxtrain.observe.tensorboard import Events
 from jaxtrain.recipes import RECIPES
 
 from .runs import line, write_run
@@ -143,7 +143,7 @@ def test_histograms_equal_numpys_and_count_only_finite_elements(tmp_path):
 
 
 def test_pytorch_is_not_imported(tmp_path):
-    written = "import sys; from pathlib import Path; from jaxtrain.observe.tensorboard import Events; "
+    written = "import sys; from pathlib import Path; from jaxtrain.observe.dashboards.tensorboard import Events; "
     written += f"Events(Path({str(tmp_path / 'events')!r})); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", written], check=True)
 
@@ -171,7 +171,7 @@ def test_other_threads_can_import_pytorch_meanwhile(tmp_path):
     )
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from jaxtrain.observe.tensorboard import _import_tensorboardx\n"
+        "from jaxtrain.observe.dashboards.tensorboard import _import_tensorboardx\n"
         "_import_tensorboardx()\n"
         "import tensorboardX\n"
         "assert (tensorboardX.has_torch, tensorboardX.found) == (False, []), tensorboardX.found\n"

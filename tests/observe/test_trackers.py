@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.observe import MetricsLog, tracking, write_result
-from jaxtrain.observe.trackers import MLflow, WandB
-from jaxtrain.observe.tracking import track_run
+from jaxtrain.observe import MetricsLog, write_result
+from jaxtrain.observe.dashboards import tracking
+from jaxtrain.observe.dashboards.trackers import MLflow, WandB
+from jaxtrain.observe.dashboards.tracking import track_run
 
 from .runs import write_run
 

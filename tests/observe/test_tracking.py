@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from jaxtrain.observe import Rollback, tracking, write_result
-from jaxtrain.observe.tracking import track_run
+from jaxtrain.observe import Rollback, write_result
+from jaxtrain.observe.dashboards import tracking
+from jaxtrain.observe.dashboards.tracking import track_run
 
 from .runs import line, write_run
 

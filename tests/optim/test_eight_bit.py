@@ -16,7 +16,7 @@ import torch
 
 from jaxtrain.errors import UserError
 from jaxtrain.optim import SIGNED, UNSIGNED, adam8bit, adamw, adamw8bit, sgd, sgd8bit
-from jaxtrain.optim.blockwise import Blockwise, dequantize, quantize
+from jaxtrain.optim.blockwise_quantization import Blockwise, dequantize, quantize
 
 MAPS = {"signed": SIGNED, "unsigned": UNSIGNED}
 STEPS = 20

@@ -13,15 +13,7 @@ import torch
 from jax import lax
 from torch.nn import functional as F
 
-from parity.explain.conventions.operations import (
-    CONVOLUTIONS,
-    CROSS,
-    EPSILONS,
-    LOSSES,
-    NORMS,
-    OPERATIONS,
-    POOLS,
-)
+from parity.explain.conventions.torch_functions import CONVOLUTIONS, CROSS, EPSILONS, LOSSES, NORMS, OPERATIONS, POOLS
 from tests.parity.diagnosed_cases import IGNORED, ROWS, weights
 
 

@@ -20,17 +20,18 @@ from torch import nn
 from jaxtrain.errors import UserError
 from jaxtrain.optim import parse_expression, schedules
 from parity import cli, pytest_plugin, run
-from parity.cases import CASES, bert, mlp, t5, validity
+from parity.cases import CASES, validity
+from parity.cases.built_in import bert_case, mlp_case, t5_case
 from parity.cases.named_outputs import named_outputs
 from parity.compare.verdict import TensorRatio, Verdict
 from parity.distributed import torch_ranks
-from parity.distributed.cases import overflowing_mlp
-from parity.distributed.training import Scaling, Training
+from parity.distributed.mesh_training import Scaling, Training
+from parity.distributed.overflow_case import overflowing_mlp
 from parity.divergence import Divergence
 from parity.explain import difference
 from parity.explain.conventions.optimizers import Recipe
 from parity.report import terminal
-from parity.selftest import gpt2
+from parity.selftest import gpt2_check
 from parity.settings import Settings
 from parity.sides import torch_side
 from parity.sides.torch_optimizers import base_rate, has_counterpart, torch_optimizer, torch_scheduler
@@ -52,7 +53,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_one_rank_trains_as_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     for precision, scaling in (("fp64", None), ("fp16", None), ("fp32", Scaling(8.0, 2))):
-        case = overflowing_mlp(1e30) if precision == "fp16" else mlp.case(side=4, hidden=16)
+        case = overflowing_mlp(1e30) if precision == "fp16" else mlp_case.case(side=4, hidden=16)
         training = Training(lambda case=case: case, "data=1", None, precision, 2, 4, 3, scaling)  # type: ignore[misc]
         with one_rank(monkeypatch):
             (ours,) = torch_ranks._rank([training])  # type: ignore[misc]
@@ -68,8 +69,8 @@ def test_one_rank_trains_as_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_mesh_that_shards_layers_is_refused() -> None:
     with pytest.raises(UserError, match="'tensor=2' shards layers"):
-        Training(mlp.case, "tensor=2", None)
-    Training(mlp.case, "data=2", None)
+        Training(mlp_case.case, "tensor=2", None)
+    Training(mlp_case.case, "data=2", None)
 
 
 def test_ranks_get_their_rows_of_each_micro_batch_and_one_image_overflows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +84,7 @@ def test_ranks_get_their_rows_of_each_micro_batch_and_one_image_overflows(monkey
     hit = [int((x == 7.5).sum()) for x in images]
     assert {*hit} == {0, 1}
     assert 0.15 < np.mean(hit) < 0.55
-    plain = mlp.case(side=4, hidden=16).batch(0, case.rows)["image"]
+    plain = mlp_case.case(side=4, hidden=16).batch(0, case.rows)["image"]
     assert (images[0] == plain).sum() >= plain.size - 1
     assert all(x.reshape(case.rows, -1)[:, 1:].max() < 7 for x in images)
 
@@ -272,12 +273,12 @@ def test_bugs_of_long_attention_change_what_both_passes_are_given(monkeypatch: p
 
 
 def test_batches_and_the_loss_of_t5_leave_out_what_is_padded() -> None:
-    batch = t5._batch(0, 8, t5.CONFIG, t5.SOURCE, t5.TARGET)
-    pad, tokens, labels = t5.CONFIG.pad_token_id, batch["tokens"], batch["labels"]
+    batch = t5_case._batch(0, 8, t5_case.CONFIG, t5_case.SOURCE, t5_case.TARGET)
+    pad, tokens, labels = t5_case.CONFIG.pad_token_id, batch["tokens"], batch["labels"]
     assert [int((row != pad).sum()) for row in tokens] == 2 * [13, 11, 9, 7]
-    assert [int((row[:4] != t5.IGNORE_INDEX).sum()) for row in labels] == 8 * [4]
-    assert (labels[:, 4] == t5.IGNORE_INDEX).all()
-    assert [int((row != t5.IGNORE_INDEX).sum()) for row in labels] == 2 * [11, 10, 9, 8]
+    assert [int((row[:4] != t5_case.IGNORE_INDEX).sum()) for row in labels] == 8 * [4]
+    assert (labels[:, 4] == t5_case.IGNORE_INDEX).all()
+    assert [int((row != t5_case.IGNORE_INDEX).sum()) for row in labels] == 2 * [11, 10, 9, 8]
     assert all((np.diff((row != pad).astype(int)) <= 0).all() for row in tokens)
     asked: dict[str, Any] = {}
 
@@ -286,20 +287,20 @@ def test_batches_and_the_loss_of_t5_leave_out_what_is_padded() -> None:
         return SimpleNamespace(logits=torch.zeros(*given["labels"].shape, 5))
 
     given = {name: torch.from_numpy(np.where(x > 4, 4, x)) for name, x in batch.items()}
-    total, weight = t5._torch_loss(model, given)  # type: ignore[arg-type]
-    assert weight == int((labels != t5.IGNORE_INDEX).sum())
+    total, weight = t5_case._torch_loss(model, given)  # type: ignore[arg-type]
+    assert weight == int((labels != t5_case.IGNORE_INDEX).sum())
     assert total.item() == pytest.approx(weight * math.log(5), rel=1e-5)
     assert torch.equal(asked["attention_mask"], given["tokens"] != pad)
-    model_of: Any = t5._torch_model(replace(t5.CONFIG, tie_word_embeddings=False))
+    model_of: Any = t5_case._torch_model(replace(t5_case.CONFIG, tie_word_embeddings=False))
     weight_of = model_of.lm_head.weight
     assert weight_of is not model_of.shared.weight
-    assert t5.gated().name == "t5.gated"
+    assert t5_case.gated().name == "t5.gated"
 
 
 def test_the_batches_of_the_selftest_are_those_of_its_recording() -> None:
-    tokens = gpt2._batch(5, 2)["tokens"]
+    tokens = gpt2_check._batch(5, 2)["tokens"]
     assert tokens.tolist() == np.random.RandomState(5).randint(32, size=(2, 9)).tolist()
-    case = gpt2.case()
+    case = gpt2_check.case()
     assert (case.rows, case.clip_norm, case.optimizer.lr, case.optimizer.eps) == (8, 0.6, 1e-3, 1e-5)  # type: ignore[union-attr]
     theirs: Any = case.torch_model()
     assert theirs.config.n_layer == 2
@@ -386,7 +387,7 @@ def test_a_batch_of_other_things_than_arrays_by_name_is_refused() -> None:
 
 
 def test_the_dropout_rates_of_bert_are_different() -> None:
-    config = bert._dropping(bert.BertConfig(), 0.4)
+    config = bert_case._dropping(bert_case.BertConfig(), 0.4)
     rates = (config.hidden_dropout_prob, config.attention_probs_dropout_prob, config.classifier_dropout)
     assert (len({*rates}), max(rates)) == (3, 0.4)
 

@@ -18,7 +18,8 @@ from rich.console import Console
 
 import parity
 from parity.case import Case
-from parity.cases import CASES, SUMMARIES, gpt2
+from parity.cases import CASES, SUMMARIES
+from parity.cases.built_in import gpt2_case
 from parity.cases.own import own_case
 from parity.cli import main
 from parity.compare.examination import Examination
@@ -88,8 +89,8 @@ def test_cases_run_with_the_dropout_option(tmp_path: Path, monkeypatch: pytest.M
 def test_a_case_that_differs_exits_1_and_is_located(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flax_epsilon = dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6)
-    monkeypatch.setitem(CASES, "gpt2", lambda: gpt2.case(flax_epsilon))
+    flax_epsilon = dataclasses.replace(gpt2_case.CONFIG, layer_norm_epsilon=1e-6)
+    monkeypatch.setitem(CASES, "gpt2", lambda: gpt2_case.case(flax_epsilon))
     path = tmp_path / "parity.json"
     assert main(["run", "gpt2", "--precision", "fp64", "--steps", "2", "--json", str(path)]) == 1
     assert "gradient, transformer.h." in capsys.readouterr().out
@@ -99,14 +100,14 @@ def test_a_case_that_differs_exits_1_and_is_located(
     assert written["cases"][0]["stage"].startswith("loss: ")
     first = written["cases"][0]["first_divergence"]
     assert first["torch"] == "transformer.h.0.ln_1: aten.native_layer_norm (aten.add)"
-    assert first["jax_source"].startswith("jaxtrain/models/layer_norm.py:")
+    assert first["jax_source"].startswith("jaxtrain/models/layers/layer_norm.py:")
 
 
 def test_locate_exits_1_and_shows_both_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flax_epsilon = dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6)
-    monkeypatch.setitem(CASES, "gpt2", lambda: gpt2.case(flax_epsilon))
+    flax_epsilon = dataclasses.replace(gpt2_case.CONFIG, layer_norm_epsilon=1e-6)
+    monkeypatch.setitem(CASES, "gpt2", lambda: gpt2_case.case(flax_epsilon))
     assert main(["locate", "gpt2"]) == 1
     out = capsys.readouterr().out
     headline, operation, theirs, built, ours, *_ = out.splitlines()
@@ -114,7 +115,7 @@ def test_locate_exits_1_and_shows_both_lines(
     assert operation.split("  ")[-1] == "transformer.h.0.ln_1: aten.native_layer_norm (aten.add)"
     assert theirs.endswith("hidden_states = self.ln_1(hidden_states)")
     assert built.endswith("self.ln_1 = nn.LayerNorm(hidden_size, eps=config.layer_norm_epsilon)")
-    assert "jaxtrain/models/layer_norm.py:" in ours
+    assert "jaxtrain/models/layers/layer_norm.py:" in ours
 
 
 def test_locate_exits_0_where_nothing_differs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +192,7 @@ def test_every_case_has_a_summary_and_its_own_name() -> None:
 
 CASE_FILE = """
 import parity
-from parity.cases.autograd import cubic
+from parity.cases.built_in.autograd_case import cubic
 
 ready = cubic()
 
@@ -257,7 +258,7 @@ def test_a_check_reports_its_stages_and_stops_after_a_first_step_that_differs(ca
 
 
 def test_without_a_terminal_a_stage_that_lasts_is_a_line_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parity.report.live.PATIENCE", 1e-3)
+    monkeypatch.setattr("parity.report.live_status.PATIENCE", 1e-3)
     # Not `capsys`, which loses what another thread writes while it reads.
     monkeypatch.setattr("sys.stderr", err := io.StringIO())
     with waiting(Console(quiet=True), "gpt2"):

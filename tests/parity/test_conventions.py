@@ -9,8 +9,15 @@ from scipy.special import log_softmax, softmax
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parity.explain.conventions.operations import ATTENTION, CROSS, EPSILONS, OPERATIONS, POOLS, OperationConvention
 from parity.explain.conventions.substitution import Substitution, written_out
+from parity.explain.conventions.torch_functions import (
+    ATTENTION,
+    CROSS,
+    EPSILONS,
+    OPERATIONS,
+    POOLS,
+    OperationConvention,
+)
 from parity.sides.calls import bound, called
 
 CONVENTIONS = {(convention.of, convention.has): convention for convention in OPERATIONS}

@@ -12,9 +12,10 @@ import torch
 import jaxtrain.step.step
 from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.losses import subgradients
-from jaxtrain.step.clip import clip_grad_norm
+from jaxtrain.step.update.clip import clip_grad_norm
 from parity.case import AdamW, Case
-from parity.cases import CASES, gpt2, mlp
+from parity.cases import CASES
+from parity.cases.built_in import gpt2_case, mlp_case
 from parity.run import check, examine
 
 
@@ -25,19 +26,20 @@ def test_a_case_that_exercises_everything_reports_nothing() -> None:
 
 
 def test_positions_beyond_every_batch_are_reported() -> None:
-    found = examine(gpt2.case(tokens=9), steps=3).not_exercised
+    found = examine(gpt2_case.case(tokens=9), steps=3).not_exercised
     assert "transformer.wpe.weight: 8 of 16 rows never had a gradient" in found
 
 
 def test_a_single_step_is_reported() -> None:
     assert any(
-        "one step exercises no momentum" in line for line in examine(mlp.case(side=8, hidden=32), steps=1).not_exercised
+        "one step exercises no momentum" in line
+        for line in examine(mlp_case.case(side=8, hidden=32), steps=1).not_exercised
     )
 
 
 @pytest.mark.parametrize(("bound", "expected"), [(1e3, "no step was clipped"), (1e-3, "every step was clipped")])
 def test_a_clip_norm_that_clips_never_or_always_is_reported_and_another_tried(bound: float, expected: str) -> None:
-    case = dataclasses.replace(mlp.case(side=8, hidden=32), clip_norm=bound)
+    case = dataclasses.replace(mlp_case.case(side=8, hidden=32), clip_norm=bound)
     found = examine(case, steps=3, locate=True)
     assert found.verdict.passed
     assert any(line.startswith(expected) for line in found.not_exercised)
@@ -52,7 +54,7 @@ def test_a_bug_in_clipping_is_found_although_the_clip_norm_never_clips(
         return jax.tree.map(lambda c, g: jax.numpy.where(norm > bound, c / 2, g), clipped, grads), norm
 
     monkeypatch.setattr(jaxtrain.step.step, "clip_grad_norm", halved)
-    case = dataclasses.replace(mlp.case(side=8, hidden=32), clip_norm=1e3)
+    case = dataclasses.replace(mlp_case.case(side=8, hidden=32), clip_norm=1e3)
     assert examine(case, steps=3).verdict.passed
     found = examine(case, steps=3, locate=True).verdict
     assert not found.passed

@@ -15,11 +15,8 @@ from torch.nn import functional as F
 import jaxtrain
 from jaxtrain.interop import NameTable, TorchParam
 from parity.case import Case
-from parity.cases import gpt2
-from parity.explain.conventions.operations import (
-    OPERATIONS,
-    OperationConvention,
-)
+from parity.cases.built_in import gpt2_case
+from parity.explain.conventions.torch_functions import OPERATIONS, OperationConvention
 from parity.explain.diagnose import diagnose
 from parity.explain.locate import locate
 from parity.explain.stages import run_stages
@@ -133,13 +130,13 @@ def test_one_layer_of_a_model_is_diagnosed_where_it_is_located(model: Any, bug: 
 
 
 def test_a_convention_of_every_layer_is_diagnosed() -> None:
-    planted = gpt2.case(dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6))
+    planted = gpt2_case.case(dataclasses.replace(gpt2_case.CONFIG, layer_norm_epsilon=1e-6))
     found = diagnose(run_stages(planted, steps=1), locate(planted))
     assert str(found).startswith("layer_norm: JAX's eps is 1e-6: epsilon=1e-5 (")
 
 
 def test_diagnosis_uses_the_micro_batches_and_dropout_of_the_check() -> None:
-    planted = gpt2.case(dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6), dropout=0.1)
+    planted = gpt2_case.case(dataclasses.replace(gpt2_case.CONFIG, layer_norm_epsilon=1e-6), dropout=0.1)
     found = diagnose(run_stages(planted, steps=2, accumulate=2, seed=5))
     assert (found and found.has) == "eps is 1e-06"
 
@@ -154,7 +151,7 @@ def test_a_convention_that_pytorch_refuses_is_logged_and_a_bug_in_the_harness_ra
         return computes
 
     run = run_stages(case(alone(F.gelu), alone(jax.nn.gelu)), steps=1)
-    conventions = "parity.explain.conventions.operations.OPERATIONS"
+    conventions = "parity.explain.conventions.torch_functions.OPERATIONS"
     refused = OperationConvention("gelu", "refused", "", raising(IndexError("dimension out of range")))
     monkeypatch.setattr(conventions, (refused,))
     with caplog.at_level("INFO", "parity.explain.diagnose"):

@@ -9,15 +9,12 @@ import pytest
 
 from jaxtrain.errors import UserError
 from jaxtrain.models import cnn, gpt2, llama, mlp, t5
-from parity.cases import cnn_bn as cnn_bn_case
-from parity.cases import gpt2 as gpt2_case
-from parity.cases import llama as llama_case
-from parity.cases import t5 as t5_case
+from parity.cases.built_in import cnn_bn_case, gpt2_case, llama_case, t5_case
 from parity.compare.reference import REORDERINGS
 from parity.compare.verdict import same_meaning, same_precision
 from parity.distributed import Scaling, Training, jax_mesh, torch_ranks
-from parity.distributed.cases import overflowing_mlp
-from parity.distributed.processes import in_processes
+from parity.distributed.overflow_case import overflowing_mlp
+from parity.distributed.process_calls import in_processes
 from parity.sides import torch_side
 
 SCALING = Scaling(2.0**10, growth_interval=3)

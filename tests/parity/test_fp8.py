@@ -8,7 +8,7 @@ import torch
 
 from parity.bars import FP8_RATIO_BAR
 from parity.case import Case
-from parity.cases import gpt2, llama, vit
+from parity.cases.built_in import gpt2_case, llama_case, vit_case
 from parity.compare.examination import Examination
 from parity.run import check, examine
 from parity.settings import EXACT, FP8
@@ -17,9 +17,9 @@ from tests.parity.mutants.fp8 import perceptron
 
 # Llama without padding: what attention returns for padding, 0 or a mean, is a part of the largest magnitude.
 CASES: dict[str, Callable[[], Case]] = {
-    "gpt2": gpt2.case,
-    "llama": partial(llama.sized, "llama", llama.LLAMA, packed=True, clip_norm=1.4),
-    "vit": vit.case,
+    "gpt2": gpt2_case.case,
+    "llama": partial(llama_case.sized, "llama", llama_case.LLAMA, packed=True, clip_norm=1.4),
+    "vit": vit_case.case,
 }
 TRANSFORMERS = [("gpt2", "fp8_delayed"), ("vit", "fp8_block"), ("gpt2", "fp8"), ("llama", "fp8_row")]
 

@@ -22,7 +22,8 @@ from jaxtrain.losses import cross_entropy
 from jaxtrain.step.accumulate import mean_gradient
 from parity.bars import RATIO_BAR
 from parity.case import Case
-from parity.cases import CASES, cnn_bn, gpt2, mlp
+from parity.cases import CASES
+from parity.cases.built_in import cnn_bn_case, gpt2_case, mlp_case
 from parity.compare.activations import activations, first_imprecise
 from parity.divergence import Divergence
 from parity.explain.locate import locate
@@ -107,7 +108,7 @@ def transformer(bug: str) -> Case:
             total = losses.mean() if bug == "mean for sum" else losses.sum()  # mean for sum
         return jaxtrain.Loss(total, weight=labels.size), {}
 
-    return dataclasses.replace(gpt2.case(), loss_fn=loss_fn)
+    return dataclasses.replace(gpt2_case.case(), loss_fn=loss_fn)
 
 
 def convolved(bug: str) -> Case:
@@ -137,7 +138,7 @@ def convolved(bug: str) -> Case:
             losses = cross_entropy(logits, batch["label"])
         return jaxtrain.Loss(losses.sum(), weight=len(losses)), {}, {"norm": new}
 
-    return dataclasses.replace(cnn_bn.case(), loss_fn=loss_fn)
+    return dataclasses.replace(cnn_bn_case.case(), loss_fn=loss_fn)
 
 
 def located(case: Case) -> Divergence:
@@ -164,8 +165,8 @@ def test_nothing_is_located_in_the_models_of_this_file_without_a_bug(case: Any) 
 
 
 def test_dropout_masks_are_shared() -> None:
-    assert locate(gpt2.case(dropout=0.1)) is None
-    other_rate = dataclasses.replace(gpt2.case(dropout=0.1), torch_model=gpt2.case(dropout=0.11).torch_model)
+    assert locate(gpt2_case.case(dropout=0.1)) is None
+    other_rate = dataclasses.replace(gpt2_case.case(dropout=0.1), torch_model=gpt2_case.case(dropout=0.11).torch_model)
     assert located(other_rate).torch == "transformer.drop: aten.mul"
 
 
@@ -247,7 +248,7 @@ def test_a_wrong_layer_of_a_library_is_located_where_the_scanned_model_calls_it(
         return nnx.LayerNorm(features, epsilon=epsilon, use_fast_variance=False, rngs=nnx.Rngs(0))
 
     monkeypatch.setattr("jaxtrain.models.gpt2.LayerNorm", flax_layer_norm)
-    found = located(gpt2.case(dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6)))
+    found = located(gpt2_case.case(dataclasses.replace(gpt2_case.CONFIG, layer_norm_epsilon=1e-6)))
     assert found.torch == "transformer.h.0.ln_1: aten.native_layer_norm (aten.add)"
     assert found.torch_source.endswith("hidden_states = self.ln_1(hidden_states)")
     assert found.jax_source.startswith("jaxtrain/models/gpt2.py:")
@@ -258,7 +259,7 @@ def test_a_wrong_layer_of_a_library_is_located_where_the_scanned_model_calls_it(
 
 
 def test_the_layers_of_a_scanned_model_are_distinguished() -> None:
-    case = gpt2.case()
+    case = gpt2_case.case()
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
         fc = params["blocks"]["fc"]
@@ -286,12 +287,12 @@ def updated(case: Case, **wrong: Any) -> Case:
     ],
 )
 def test_a_wrong_optimizer_is_located_in_its_wrong_term(wrong: dict[str, Any], theirs: str) -> None:
-    found = located(updated(mlp.case(side=8, hidden=32), **wrong))
+    found = located(updated(mlp_case.case(side=8, hidden=32), **wrong))
     assert (found.stage, found.parameters) == ("update", ())
     assert found.torch_source.startswith("torch/optim/adam")
     assert theirs in found.torch_source
     # optax computes the weight decay; the only line in jaxtrain is its caller.
-    caller = "jaxtrain/optim/complex_parameters.py"
+    caller = "jaxtrain/optim/complex_pairs.py"
     assert found.jax_source.startswith(caller if "weight_decay" in wrong else "jaxtrain/optim/")
     assert "eps" not in wrong or "(root + eps)" in found.jax_source
 
@@ -324,7 +325,7 @@ def test_a_loss_of_precision_is_located_in_its_first_module() -> None:
 
 
 def test_activations_of_every_layer_are_matched_and_as_precise_as_pytorchs() -> None:
-    found = activations(gpt2.case(), "bf16")
+    found = activations(gpt2_case.case(), "bf16")
     assert len(found) == 30
     assert {"transformer.h.0.ln_1", "transformer.h.1.mlp.act", "transformer.ln_f", "lm_head"} <= {
         activation.module for activation in found

@@ -9,23 +9,23 @@ import pytest
 
 from parity import check
 from parity.case import Case
-from parity.cases import gpt2, llama, t5
+from parity.cases.built_in import gpt2_case, llama_case, t5_case
 
 LONG = 256
 CASES: dict[str, Callable[[], Case]] = {
     "gpt2 with dropout": partial(
-        gpt2.case,
-        config := replace(gpt2.CONFIG, n_positions=LONG, n_layer=1, n_embd=8, n_head=2),
+        gpt2_case.case,
+        config := replace(gpt2_case.CONFIG, n_positions=LONG, n_layer=1, n_embd=8, n_head=2),
         reference=config,
         dropout=0.2,
         rows=2,
         tokens=LONG + 1,
     ),
     "llama, packed, with a window": partial(
-        llama.sized,
+        llama_case.sized,
         "llama.packed",
         replace(
-            llama.PACKED,
+            llama_case.PACKED,
             **{"num_hidden_layers": 1, "hidden_size": 16, "head_dim": 8, "max_position_embeddings": LONG},
             **{"model_type": "mistral", "sliding_window": 40, "attention_bias": False, "mlp_bias": False},
         ),
@@ -34,8 +34,8 @@ CASES: dict[str, Callable[[], Case]] = {
         tokens=LONG,
     ),
     "t5 with padding": partial(
-        t5.case,
-        replace(t5.CONFIG, d_model=8, num_heads=2, num_layers=1, num_decoder_layers=1),
+        t5_case.case,
+        replace(t5_case.CONFIG, d_model=8, num_heads=2, num_layers=1, num_decoder_layers=1),
         rows=2,
         source=LONG,
         target=LONG,

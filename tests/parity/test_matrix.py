@@ -14,7 +14,7 @@ import torch
 
 from parity import check
 from parity.case import Case
-from parity.cases import cnn_bn, gpt2, mlp
+from parity.cases.built_in import cnn_bn_case, gpt2_case, mlp_case
 from parity.settings import EXACT, FP8
 from parity.sides import torch_side
 
@@ -34,7 +34,7 @@ class Cell(NamedTuple):
         return f"{self.case}-{self.precision}-k{self.accumulate}-remat_{self.remat}-{clip}-{drop}"
 
 
-CASES: dict[str, Callable[..., Case]] = {"mlp": mlp.case, "cnn-bn": cnn_bn.case, "gpt2": gpt2.case}
+CASES: dict[str, Callable[..., Case]] = {"mlp": mlp_case.case, "cnn-bn": cnn_bn_case.case, "gpt2": gpt2_case.case}
 LEVELS = (("fp64", "fp32", "bf16", "fp16"), (1, 4), ("none", "full", "dots"), (True, False), (0.0, 0.1), tuple(CASES))
 ALL = [Cell(*levels) for levels in itertools.product(*LEVELS)]
 CELLS = [

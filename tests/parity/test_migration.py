@@ -15,14 +15,14 @@ import parity
 from jaxtrain.interop.torch_file import read_torch, write_torch
 from jaxtrain.interop.torch_run import to_torch, torch_run
 from parity.bars import FIRST_BAR, LAST_BAR, RATIO_BAR
-from parity.cases import gpt2, migration
+from parity.cases.built_in import gpt2_case, migration_case
 from parity.compare.verdict import relative
 from parity.sides.jax_side import arrays
 from parity.sides.torch_side import model_of
 
 STOPPED, LAST, K = 50, 100, 4
-CONFIG = replace(gpt2.CONFIG, n_layer=1, n_embd=16, n_head=2, vocab_size=31)
-CASE = gpt2.case(CONFIG, reference=CONFIG, rows=8)
+CONFIG = replace(gpt2_case.CONFIG, n_layer=1, n_embd=16, n_head=2, vocab_size=31)
+CASE = gpt2_case.case(CONFIG, reference=CONFIG, rows=8)
 BATCHES = list(CASE.batches(0, LAST))
 
 
@@ -178,7 +178,7 @@ def test_in_fp16_jax_continues_as_accurately_as_pytorch(tmp_path):
 
 @pytest.fixture(scope="module")
 def case():
-    return migration.case(rows=8)
+    return migration_case.case(rows=8)
 
 
 @pytest.mark.parametrize(("precision", "steps"), [("fp64", 20), pytest.param("bf16", 4, marks=pytest.mark.nightly)])

@@ -16,7 +16,7 @@ from jaxtrain.step import build, step
 from jaxtrain.torch_import import Graph, Node, Ref, Spec
 from parity.cases import CASES
 from parity.divergence import Divergence
-from parity.mutate import Mutant, operations
+from parity.mutate import Mutant, operation_bugs
 from tests.parity.both_sides import distances, in_pytorch
 from tests.parity.mutants import constants, eight_bit, kinks, layers, losses, models, optimizers, schedules, steps
 
@@ -186,13 +186,13 @@ def test_operations_of_an_imported_graph_are_changed_if_the_loss_depends_on_a_pa
         line = f"model.py:{len(name)}: {name}"
         return Node(name, op, args, kwargs, of, None, "", line, False)
 
-    table = {"mul": 1, "sin": 2, "cat": 3, "unused": 4, operations.DETACH: 5, "of_x": 6}
-    monkeypatch.setattr(operations, "TABLE", table)
+    table = {"mul": 1, "sin": 2, "cat": 3, "unused": 4, operation_bugs.DETACH: 5, "of_x": 6}
+    monkeypatch.setattr(operation_bugs, "TABLE", table)
     nodes = (
         node("a", "mul", Ref("w"), Ref("x")),
         node("xx", "of_x", Ref("x")),
         node("ccc", "cat", (Ref("xx"), {"y": Ref("a")})),
-        node("dddd", operations.DETACH, Ref("a")),
+        node("dddd", operation_bugs.DETACH, Ref("a")),
         node("eeeee", "sin", Ref("dddd")),
         node("ffffff", "unused", Ref("a")),
         node("ggggggg", "sin", n=Ref("ccc"), of=(None, spec)),
@@ -202,11 +202,11 @@ def test_operations_of_an_imported_graph_are_changed_if_the_loss_depends_on_a_pa
     )
     outputs = {"loss": Ref("iiiiiiiii"), "more": Ref("ffffff"), "others": (Ref("jjjjjjjjjj"),)}
     graph = Graph(inputs, nodes, outputs, {})  # type: ignore[arg-type]
-    assert [found.name for found in operations._differentiated(graph)] == ["a", "ccc", "ggggggg", "iiiiiiiii"]
+    assert [found.name for found in operation_bugs._differentiated(graph)] == ["a", "ccc", "ggggggg", "iiiiiiiii"]
     other = Graph(inputs, nodes, (Ref("ffffff"), Ref("jjjjjjjjjj")), {})  # type: ignore[arg-type]
-    found = operations._differentiated(other)
+    found = operation_bugs._differentiated(other)
     assert [x.name for x in found] == ["a", "ccc", "ffffff", "ggggggg", "jjjjjjjjjj"]
-    mutants = {mutant.name: mutant for mutant in operations.mutants_of(graph, "case")}  # type: ignore[arg-type]
+    mutants = {mutant.name: mutant for mutant in operation_bugs.mutants_of(graph, "case")}  # type: ignore[arg-type]
     assert [*mutants] == [f"{op}: {kind}" for op in ("mul", "cat", "sin") for kind in ("values", "gradient")]
     assert mutants["mul: values"].sources == {"model.py:1: a", "model.py:9: iiiiiiiii"}
     assert {mutant.clean() for mutant in mutants.values()} == {"case"}
@@ -222,12 +222,12 @@ def test_operations_of_an_imported_graph_are_changed_if_the_loss_depends_on_a_pa
 def test_wrong_operations_are_off_by_a_thousandth_in_values_or_gradient() -> None:
     x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
     factors = 1 + 1e-3 * np.cos(np.arange(1.0, 5)).reshape(2, 2)
-    wrong = operations._with_wrong_values(lambda n, ys, power=1: (n, (ys[0] ** power, ys[1])))
+    wrong = operation_bugs._with_wrong_values(lambda n, ys, power=1: (n, (ys[0] ** power, ys[1])))
     n, (first, second) = wrong(jnp.array(7), [x, x], power=2)
     assert int(n) == 7
     np.testing.assert_allclose(first, np.square(x * factors), rtol=1e-6)
     np.testing.assert_array_equal(second, x)
-    right = operations._with_wrong_gradient(lambda x: (2 * x, jnp.array(3)))
+    right = operation_bugs._with_wrong_gradient(lambda x: (2 * x, jnp.array(3)))
     value, grad = jax.value_and_grad(lambda x: (right(x)[0] * x).sum())(x)
     assert float(value) == 60
     np.testing.assert_allclose(grad, 2 * x * factors + 2 * x, rtol=1e-6)

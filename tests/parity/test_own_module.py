@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import jaxtrain as jt
-from jaxtrain.torch_import.capture.own_module import convert_tensors, lent
+from jaxtrain.torch_import.capture.module.own_module import convert_tensors, lent
 from parity import check
 from parity.case import Case
 from parity.cases.example_batches import Example

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from parity.cases import bert
+from parity.cases.built_in import bert_case
 from parity.run import Settings, live_reference
 from parity.unexercised.coverage import Coverage
 from parity.unexercised.padding import padding_rows, untested_padding
@@ -18,7 +18,7 @@ def with_tokens(change: Any) -> Any:
     """Return BERT's classifier on batches whose tokens are changed by `change(tokens, mask)`."""
     import dataclasses
 
-    case = bert.classifier()
+    case = bert_case.classifier()
 
     def batch(seed: int, rows: int) -> Any:
         drawn = case.batch(seed, rows)
@@ -49,7 +49,7 @@ def test_a_padding_row_is_reported_unless_the_loss_depends_on_it_as_an_input(cha
 
 
 def test_the_padding_row_is_not_one_that_never_had_a_gradient() -> None:
-    case, coverage = bert.classifier(), Coverage()
+    case, coverage = bert_case.classifier(), Coverage()
     live_reference(case, "fp64", Settings(steps=4), coverage)
     assert not coverage.reached[WORDS][PADDING].any()
     assert not any(line.startswith(WORDS) for line in coverage.not_exercised(case))

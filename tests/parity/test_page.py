@@ -11,8 +11,8 @@ import pytest
 
 from parity.compare.trajectory import trajectory
 from parity.compare.verdict import Verdict
-from parity.report.page import write_page
 from parity.report.page_case import Difference, Excerpt, PageCase, excerpt
+from parity.report.verdict_page import write_page
 from parity.settings import Settings
 
 HELD = PageCase(

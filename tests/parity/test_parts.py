@@ -35,7 +35,8 @@ from jaxtrain.paths import none_frozen
 from jaxtrain.program import rewrite
 from parity import bundle
 from parity.case import AdamW, Case, Outputs
-from parity.cases import CASES, imported, text
+from parity.cases import CASES, imported
+from parity.cases.built_in import token_batches
 from parity.cases.example_batches import Example
 from parity.compare import activations, float64, outputs, quantized
 from parity.compare.fingerprint import (
@@ -64,13 +65,13 @@ from parity.explain.locate import _Programs
 from parity.explain.stages import Comparison, Stage
 from parity.mutate import Mutant, Outcome, document, planting
 from parity.oracle import in_jax, in_torch
-from parity.oracle.constants import recompute_constants
+from parity.oracle.float64_constants import recompute_constants
 from parity.record import Record, Snapshot
-from parity.selftest import products
+from parity.selftest import products_check
 from parity.selftest.check_result import CheckResult
 from parity.settings import Settings
 from parity.sides import frozen, jax_lines, param_rounding, torch_fp8
-from parity.sides.nonfinite import cause_of_nonfinite
+from parity.sides.nonfinite_loss import cause_of_nonfinite
 from parity.sides.randomness import GivenMasks
 from parity.unexercised import coverage, jax_selections, torch_selections
 from parity.unexercised.selections import Selections
@@ -82,40 +83,40 @@ from parity.weights.proof import _used
 
 def test_padded_and_packed_batches_label_each_token_with_the_next_of_its_sequence() -> None:
     for seed in range(3):
-        batch = text.padded(seed, 9, 14, 50)
+        batch = token_batches.padded(seed, 9, 14, 50)
         assert {name: x.shape for name, x in batch.items()} == dict.fromkeys(batch, (9, 14))
         for tokens, labels, positions, segments in zip(*batch.values(), strict=True):
             (real,) = np.nonzero(segments)
             assert segments.max() == 1
-            assert len(real) == 14 - text.PADDING
+            assert len(real) == 14 - token_batches.PADDING
             assert (positions[real] == np.arange(len(real))).all()
             assert (labels[real[:-1]] == tokens[real[1:]]).all()
-            assert (np.delete(labels, real[:-1]) == text.IGNORED).all()
+            assert (np.delete(labels, real[:-1]) == token_batches.IGNORED).all()
             assert (positions[: real[0]] == 0).all()
             assert (positions[real[-1] + 1 :] == len(real) - 1).all()
         starts = {int(np.nonzero(row)[0][0]) for row in batch["segments"]}
-        assert starts <= {*range(text.PADDING + 1)}
-        packed = text.packed(seed, 9, 14, 50)
+        assert starts <= {*range(token_batches.PADDING + 1)}
+        packed = token_batches.packed(seed, 9, 14, 50)
         for tokens, labels, positions, segments in zip(*packed.values(), strict=True):
             assert sorted({*segments}) == [1, 2, 3]
             for i in range(14):
                 first = int(np.nonzero(segments == segments[i])[0][0])
                 assert positions[i] == i - first
                 same = i < 13 and segments[i + 1] == segments[i]
-                assert labels[i] == (tokens[i + 1] if same else text.IGNORED)
-    rows = np.concatenate([text.padded(seed, 99, 14, 50)["segments"].argmax(1) for seed in range(2)])
-    assert {*rows} == {*range(text.PADDING + 1)}
-    tokens = np.concatenate([text.packed(seed, 99, 5, 3)["tokens"] for seed in range(2)])
+                assert labels[i] == (tokens[i + 1] if same else token_batches.IGNORED)
+    rows = np.concatenate([token_batches.padded(seed, 99, 14, 50)["segments"].argmax(1) for seed in range(2)])
+    assert {*rows} == {*range(token_batches.PADDING + 1)}
+    tokens = np.concatenate([token_batches.packed(seed, 99, 5, 3)["tokens"] for seed in range(2)])
     assert {*tokens.flat} == {0, 1, 2}
 
 
 def test_both_losses_of_text_sum_over_the_labels_that_are_not_ignored() -> None:
     logits = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
-    labels = np.array([[3, text.IGNORED, 0], [1, 2, text.IGNORED]])
-    theirs, weight = text.torch_loss(torch.from_numpy(logits), {"labels": torch.from_numpy(labels)})
+    labels = np.array([[3, token_batches.IGNORED, 0], [1, 2, token_batches.IGNORED]])
+    theirs, weight = token_batches.torch_loss(torch.from_numpy(logits), {"labels": torch.from_numpy(labels)})
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = -(log_p[0, 0, 3] + log_p[0, 2, 0] + log_p[1, 0, 1] + log_p[1, 1, 2])
-    ours = text.loss(logits, labels)  # type: ignore[arg-type]
+    ours = token_batches.loss(logits, labels)  # type: ignore[arg-type]
     assert (weight, int(ours.weight)) == (4, 4)
     np.testing.assert_allclose([theirs.item(), float(ours.total)], expected, rtol=1e-6)
 
@@ -127,8 +128,8 @@ def test_models_of_text_get_the_mask_and_the_positions_of_their_batch() -> None:
         called.append(given)
         return SimpleNamespace(logits=torch.zeros(*tokens.shape, 5))
 
-    batch = {name: torch.from_numpy(x) for name, x in text.padded(0, 2, 8, 5).items()}
-    for loss in (text.torch_padded_loss, text.torch_packed_loss):
+    batch = {name: torch.from_numpy(x) for name, x in token_batches.padded(0, 2, 8, 5).items()}
+    for loss in (token_batches.torch_padded_loss, token_batches.torch_packed_loss):
         total, weight = loss(model, batch)  # type: ignore[arg-type]
         assert total.item() == pytest.approx(weight * math.log(5))
     padded, packed = called
@@ -143,7 +144,7 @@ def test_the_truth_of_convolutions_is_pytorchs_result_with_both_gradients() -> N
     image, kernel = (torch.from_numpy(a).requires_grad_() for a in (x, w))
     y = F.conv2d(image.permute(0, 3, 1, 2), kernel.permute(3, 2, 0, 1), padding=1).permute(0, 2, 3, 1)
     y.backward(torch.from_numpy(dy))
-    found = products.convolution_truth(x, w, dy)
+    found = products_check.convolution_truth(x, w, dy)
     given: Any = (("result", y), ("gradient of x", image.grad), ("gradient of w", kernel.grad))
     for what, expected in given:
         np.testing.assert_allclose(found[what], expected.detach(), rtol=1e-12, atol=1e-12)
@@ -159,8 +160,8 @@ def test_products_and_convolutions_are_checked_against_bounds_of_their_precision
         return iter(())
 
     with monkeypatch.context() as patch:
-        patch.setattr(products, "_in_each_precision", in_each_precision)
-        assert [*products.products(), *products.convolutions()] == []
+        patch.setattr(products_check, "_in_each_precision", in_each_precision)
+        assert [*products_check.products(), *products_check.convolutions()] == []
     (x, w, dy), truth, terms = seen["product"]
     x, w, dy = (a.astype(float) for a in (x, w, dy))
     expected = {"result": x @ w, "gradient of x": dy @ w.T, "gradient of w": x.T @ dy}
@@ -179,9 +180,11 @@ def test_products_and_convolutions_are_checked_against_bounds_of_their_precision
         of = {"a": np.full(4, 2.0), "b": np.full(4, 8.0)}
         wrong = {what: x + np.array([errors[what] * np.linalg.norm(x), 0, 0, 0]) for what, x in of.items()}
         monkeypatch.setattr(
-            products, "_computed", lambda operation, precision, given: (wrong, dtype or products.DTYPES[precision])
+            products_check,
+            "_computed",
+            lambda operation, precision, given: (wrong, dtype or products_check.DTYPES[precision]),
         )
-        return [*products._in_each_precision("p", None, (), of, {"a": 4, "b": 16})]  # type: ignore[arg-type]
+        return [*products_check._in_each_precision("p", None, (), of, {"a": 4, "b": 16})]  # type: ignore[arg-type]
 
     single = 2.0**-24
     # Rounding of both operands and of the result, and √k units of float32.
@@ -1027,8 +1030,8 @@ def test_lines_of_the_user_are_neither_of_the_harness_nor_of_a_library() -> None
     assert [*map(ours, (__file__, optimizer, utils, library, program, numpy))] == [*[True] * 3, False, False, True]
     assert not any(map(theirs, [*harness, framework, python, "<string>"]))
     assert not any(map(ours, [*harness, python, "<string>"]))
-    assert ours(str(text.__file__))
-    assert theirs(str(text.__file__))
+    assert ours(str(token_batches.__file__))
+    assert theirs(str(token_batches.__file__))
     assert torch_selections.PASSED[0] in str(in_torch.__file__)
 
 

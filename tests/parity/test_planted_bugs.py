@@ -10,7 +10,8 @@ import pytest
 
 import jaxtrain
 from parity import AdamW, Case
-from parity.cases import CASES, cnn_bn, gpt2, mlp
+from parity.cases import CASES
+from parity.cases.built_in import cnn_bn_case, gpt2_case, mlp_case
 from parity.run import check
 from parity.sides import randomness
 
@@ -48,14 +49,14 @@ def shifted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(randomness, "dropout_masks", rotated)
 
 
-@pytest.mark.parametrize("make", [mlp.case, cnn_bn.case, gpt2.case])
+@pytest.mark.parametrize("make", [mlp_case.case, cnn_bn_case.case, gpt2_case.case])
 def test_dropout_with_the_key_of_another_micro_batch_is_detected(make: Callable[..., Case], shifted: None) -> None:
     assert "first loss" in faults(make(dropout=0.1), accumulate=2, steps=2)
 
 
 @pytest.mark.parametrize(("perturbed", "eps"), [("a matrix", 3e-11), ("one of its 4096 elements", 1e-9)])
 def test_a_tiny_perturbation_of_a_weight_is_detected(perturbed: str, eps: float) -> None:
-    case = gpt2.case()
+    case = gpt2_case.case()
 
     def loss_fn(params: dict[str, Any], batch: Any, rng: Any) -> Any:
         blocks = params["blocks"]

@@ -21,7 +21,7 @@ from parity.run import examine
 from parity.weights import Proposal, proposal_of
 from parity.weights.assignment import Side, Unit
 from parity.weights.classes import by_class
-from parity.weights.names import CONTRADICTED, Name, name_prices
+from parity.weights.name_evidence import CONTRADICTED, Name, name_prices
 
 WIDTH = 5
 

@@ -10,7 +10,7 @@ pytest_plugins = ["pytester"]
 TESTS = """
 import dataclasses
 import pytest
-from parity.cases.autograd import cubic
+from parity.cases.built_in.autograd_case import cubic
 
 @pytest.mark.parity(precision=["fp64", "fp32"])
 def test_held():

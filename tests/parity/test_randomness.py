@@ -19,7 +19,7 @@ import jaxtrain
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import attention
 from parity.case import Case
-from parity.cases import bert, cnn_bn, gpt2, llama, mlp, t5, vit
+from parity.cases.built_in import bert_case, cnn_bn_case, gpt2_case, llama_case, mlp_case, t5_case, vit_case
 from parity.oracle.in_torch import InFloat64
 from parity.run import check
 from parity.sides import torch_side
@@ -41,7 +41,7 @@ def masks_of(draw: Callable[[jax.Array], Any]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 def test_the_masks_are_those_of_the_training_step(precision: str) -> None:
-    case, bits = mlp.case(dropout=0.5), np.random.default_rng(0).normal(size=(32, 512))
+    case, bits = mlp_case.case(dropout=0.5), np.random.default_rng(0).normal(size=(32, 512))
 
     def loss_fn(params: Any, batch: Any, rng: jax.Array) -> tuple[jaxtrain.Loss, dict[str, Any]]:
         loss, _ = case.loss_fn(params, batch, rng)
@@ -62,14 +62,14 @@ def test_the_masks_are_those_of_the_training_step(precision: str) -> None:
 
 
 def test_masks_are_in_the_order_of_gpt2s_layers() -> None:
-    (masks,) = dropout_masks(gpt2.case(dropout=0.1), "fp32", accumulate=4, steps=1, seed=0)[:1]
+    (masks,) = dropout_masks(gpt2_case.case(dropout=0.1), "fp32", accumulate=4, steps=1, seed=0)[:1]
     hidden, weights = (4, 16, 32), (4, 4, 16, 16)
     assert [mask.shape for mask in masks] == [hidden, *[weights, hidden, hidden] * 2]
     assert len({mask.tobytes() for mask in masks}) == 7
 
 
 def test_a_model_without_dropout_draws_no_masks() -> None:
-    assert dropout_masks(cnn_bn.case(), "fp32", accumulate=1, steps=2, seed=0) == [[], []]
+    assert dropout_masks(cnn_bn_case.case(), "fp32", accumulate=1, steps=2, seed=0) == [[], []]
 
 
 def test_scans_are_unrolled_in_the_order_they_run() -> None:
@@ -236,7 +236,13 @@ def test_rows_are_permuted_with_their_micro_batch() -> None:
         permute_masks(masks((8, 3)), order)
 
 
-@pytest.mark.parametrize("case", [module.case(dropout=0.2) for module in (mlp, cnn_bn, gpt2, bert, vit, t5, llama)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        module.case(dropout=0.2)
+        for module in (mlp_case, cnn_bn_case, gpt2_case, bert_case, vit_case, t5_case, llama_case)
+    ],
+)
 def test_reordering_rows_does_not_change_the_losses_under_dropout(case: Case) -> None:
     given = dropout_masks(case, "fp64", accumulate=2, steps=2, seed=0)
     plain, other = (
@@ -249,12 +255,14 @@ def test_reordering_rows_does_not_change_the_losses_under_dropout(case: Case) ->
 
 
 def test_dropout_at_different_places_raises() -> None:
-    case = mlp.case(dropout=0.1)
-    expected = r"the JAX model drew 1 dropout masks, the PyTorch model 0: .*; JAX draws at jaxtrain/models/dropout\.py:"
+    case = mlp_case.case(dropout=0.1)
+    expected = (
+        r"the JAX model drew 1 dropout masks, the PyTorch model 0: .*; JAX draws at jaxtrain/models/layers/dropout\.py:"
+    )
     with pytest.raises(UserError, match=expected):
-        check(dataclasses.replace(case, torch_model=mlp.case().torch_model), steps=1)
+        check(dataclasses.replace(case, torch_model=mlp_case.case().torch_model), steps=1)
     with pytest.raises(UserError, match="the JAX model drew 0 dropout masks, the PyTorch model 1"):
-        check(dataclasses.replace(mlp.case(), torch_model=case.torch_model), steps=1)
+        check(dataclasses.replace(mlp_case.case(), torch_model=case.torch_model), steps=1)
 
 
 def test_a_mask_of_merged_rows_is_reshaped_to_the_activation():

@@ -13,7 +13,7 @@ from jaxtrain import losses, optim
 from jaxtrain.errors import UserError
 from jaxtrain.optim import Call, complete_expression, parse_expression
 from jaxtrain.optim.expression import OPTIMIZERS
-from parity.cases.recipe import CHECKED, NAMED, WITHOUT_EFFECT, recipe_case
+from parity.cases.recipe_case import CHECKED, NAMED, WITHOUT_EFFECT, recipe_case
 from parity.cli import main
 from parity.compare.examination import judge, program_of
 from parity.compare.reference import live_reference

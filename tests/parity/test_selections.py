@@ -14,7 +14,7 @@ from jax import lax
 import jaxtrain
 from jaxtrain.interop import NameTable, TorchParam
 from parity.case import AdamW, Case
-from parity.cases import llama
+from parity.cases.built_in import llama_case
 from parity.run import examine
 from parity.unexercised.one_sided import one_sided_selections
 
@@ -193,9 +193,11 @@ def test_a_report_names_them_and_a_plain_check_does_without() -> None:
 
 
 def test_a_band_of_rotary_frequencies_without_a_frequency_is_reported_on_both_sides() -> None:
-    assert one_sided_selections(llama.case()) == []
-    rope = dataclasses.replace(llama.LLAMA3, rope_theta=10000.0)
-    theirs, ours = one_sided_selections(llama.sized("llama", dataclasses.replace(llama.LLAMA, rope_parameters=rope)))
+    assert one_sided_selections(llama_case.case()) == []
+    rope = dataclasses.replace(llama_case.LLAMA3, rope_theta=10000.0)
+    theirs, ours = one_sided_selections(
+        llama_case.sized("llama", dataclasses.replace(llama_case.LLAMA, rope_parameters=rope))
+    )
     assert theirs.startswith("condition of where is False throughout: transformers/modeling_rope_utils.py:")
-    assert ours.startswith("condition of where is False throughout: jaxtrain/models/rope.py:")
+    assert ours.startswith("condition of where is False throughout: jaxtrain/models/layers/rope.py:")
     assert ours.endswith("return np.where(is_between, between, scaled)")

@@ -25,7 +25,7 @@ from jaxtrain.step import Loss
 from parity import selftest
 from parity.cli import main
 from parity.record import Record, Snapshot
-from parity.selftest import checkpoint, collectives, gpt2, products, step
+from parity.selftest import checkpoint_check, collectives_check, gpt2_check, products_check, step_check
 from parity.selftest.check_result import CheckResult
 from parity.sides import jax_side
 
@@ -64,14 +64,21 @@ def found(check: Callable[[], Any]) -> list[CheckResult]:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "DEEP_ROWS", 64)
+    monkeypatch.setattr(step_check, "DEEP_ROWS", 64)
 
 
 # Results of a correct machine.
 
 
 @pytest.mark.parametrize(
-    "check", [products.products, products.convolutions, step.overflow, step.accumulation, step.rematerialization]
+    "check",
+    [
+        products_check.products,
+        products_check.convolutions,
+        step_check.overflow,
+        step_check.accumulation,
+        step_check.rematerialization,
+    ],
 )
 def test_checks_pass_on_a_correct_machine(check: Callable[[], Any]) -> None:
     findings = found(check)
@@ -79,14 +86,14 @@ def test_checks_pass_on_a_correct_machine(check: Callable[[], Any]) -> None:
 
 
 def test_checkpoint_and_collectives_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, saved = checkpoint.round_trip, []
+    right, saved = checkpoint_check.round_trip, []
 
     def round_trip(state: Any) -> Any:
         saved.append(jax.tree.map(np.array, state.opt_state[0].mu))
         return right(state)
 
-    monkeypatch.setattr(checkpoint, "round_trip", round_trip)
-    for check in (checkpoint.checkpoint, collectives.collectives):
+    monkeypatch.setattr(checkpoint_check, "round_trip", round_trip)
+    for check in (checkpoint_check.checkpoint, collectives_check.collectives):
         assert {finding.passed for finding in found(check)} == {True}
     # The gradient of the one update before was clipped to the norm 1.
     (mu,) = saved
@@ -109,19 +116,22 @@ def test_the_command_passes_with_the_frameworks_alone(tmp_path: Path) -> None:
 
 
 def test_half_of_the_hidden_values_are_dropped_if_there_is_a_key() -> None:
-    ones: Any = {"inner": 9 * np.eye(step.WIDTH), "outer": np.ones((step.WIDTH, 1))}  # all hidden values are 1
-    batch = {"x": np.ones((400, step.WIDTH)), "y": np.zeros(400), "weight": np.ones(400)}
-    (whole, _), (dropped, _) = (step.squared_error(ones, batch, rng) for rng in (None, jax.random.key(0)))
-    assert whole.total / whole.weight == pytest.approx(step.WIDTH**2)
+    ones: Any = {
+        "inner": 9 * np.eye(step_check.WIDTH),
+        "outer": np.ones((step_check.WIDTH, 1)),
+    }  # all hidden values are 1
+    batch = {"x": np.ones((400, step_check.WIDTH)), "y": np.zeros(400), "weight": np.ones(400)}
+    (whole, _), (dropped, _) = (step_check.squared_error(ones, batch, rng) for rng in (None, jax.random.key(0)))
+    assert whole.total / whole.weight == pytest.approx(step_check.WIDTH**2)
     # Half of the values are kept: the mean of a binomial number's square.
-    assert dropped.total / dropped.weight == pytest.approx(step.WIDTH**2 / 4 + step.WIDTH / 4, rel=0.1)
+    assert dropped.total / dropped.weight == pytest.approx(step_check.WIDTH**2 / 4 + step_check.WIDTH / 4, rel=0.1)
 
 
 def test_updates_are_changes_of_the_parameters() -> None:
     # Their distances are relative to the changes, not to the parameters.
     batch = {"x": np.array([1.0, 2.0, 5.0]), "weight": np.ones(3)}
     loss_fn = lambda params, batch, rng: (Loss((params["w"] * batch["x"]).sum(), batch["weight"].sum()), {})  # noqa: E731
-    changes, _ = step._update(loss_fn, {"w": np.full((), 1000.0)}, batch)
+    changes, _ = step_check._update(loss_fn, {"w": np.full((), 1000.0)}, batch)
     assert changes["w"] == pytest.approx(-8 / 3, rel=1e-12)
 
 
@@ -161,7 +171,7 @@ def test_a_missing_gpu_or_driver_fails(
 def test_a_check_that_raises_fails_and_the_others_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collectives, "COLLECTIVES", {"psum": lambda x: x @ x[:3]})
+    monkeypatch.setattr(collectives_check, "COLLECTIVES", {"psum": lambda x: x @ x[:3]})
     monkeypatch.setattr(selftest, "CHECKS", ("collectives.collectives", "step.accumulation"))
     assert main(["selftest", "--device", "cpu"]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -173,8 +183,8 @@ def test_a_check_that_raises_fails_and_the_others_run(
 def test_a_nonfinite_figure_fails_and_is_null(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(products, "ROUNDOFF", {"fp32": 0.0})
-    monkeypatch.setattr(products, "policy", lambda name: Rounded(lambda x: x * jnp.float32(np.nan)))
+    monkeypatch.setattr(products_check, "ROUNDOFF", {"fp32": 0.0})
+    monkeypatch.setattr(products_check, "policy", lambda name: Rounded(lambda x: x * jnp.float32(np.nan)))
     monkeypatch.setattr(selftest, "CHECKS", ("products.products",))
     assert main(["selftest", "--json", str(tmp_path / "found.json")]) == 1
     (expected,) = json.loads((tmp_path / "found.json").read_text())["checks"]
@@ -195,7 +205,7 @@ class Rounded:
         return lambda *args: operation(*map(self.operand, args))
 
 
-@pytest.mark.parametrize("check", [products.products, products.convolutions])
+@pytest.mark.parametrize("check", [products_check.products, products_check.convolutions])
 @pytest.mark.parametrize(
     ("precision", "coarser"),
     [
@@ -209,8 +219,8 @@ class Rounded:
 def test_products_of_another_precision_are_detected(
     check: Callable[[], Any], precision: str, coarser: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "ROUNDOFF", {precision: products.ROUNDOFF[precision]})
-    monkeypatch.setattr(products, "policy", lambda name: Rounded(coarser))
+    monkeypatch.setattr(products_check, "ROUNDOFF", {precision: products_check.ROUNDOFF[precision]})
+    monkeypatch.setattr(products_check, "policy", lambda name: Rounded(coarser))
     (finding,) = check()
     assert finding.passed is False
 
@@ -239,7 +249,7 @@ def test_a_broken_loss_scale_is_detected(
     module: Any, name: str, broken: Any, seen: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, name, broken)
-    assert failed(found(step.overflow)) >= seen
+    assert failed(found(step_check.overflow)) >= seen
 
 
 def test_micro_batches_averaged_without_their_weights_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +259,7 @@ def test_micro_batches_averaged_without_their_weights_are_detected(monkeypatch: 
         return right(window, grads, loss._replace(weight=jnp.full_like(loss.weight, 4.0)), k, observed)
 
     monkeypatch.setattr(jaxtrain.step.step, "add_micro_batch", equal)
-    (finding,) = step.accumulation()
+    (finding,) = step_check.accumulation()
     assert finding.passed is False
 
 
@@ -266,7 +276,7 @@ def test_micro_batches_averaged_without_their_weights_are_detected(monkeypatch: 
 )
 def test_broken_rematerialization_is_detected(broken: Any, seen: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtrain.step.loss_program, "remat", broken)
-    assert failed(found(step.rematerialization)) == seen
+    assert failed(found(step_check.rematerialization)) == seen
 
 
 def _with_another_key(fn: Any, params: Any, batch: Any, rng: Any, model_state: Any) -> Any:
@@ -274,25 +284,25 @@ def _with_another_key(fn: Any, params: Any, batch: Any, rng: Any, model_state: A
 
 
 def test_a_checkpoint_that_loses_a_bit_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = checkpoint.round_trip
+    right = checkpoint_check.round_trip
 
     def corrupted(state: Any) -> Any:
         back = right(state)
         one_ulp = {**back.params, "outer": jnp.nextafter(back.params["outer"], jnp.float32(np.inf))}
         return back._replace(params=one_ulp)
 
-    monkeypatch.setattr(checkpoint, "round_trip", corrupted)
-    assert failed(found(checkpoint.checkpoint)) == {"checkpoint, restored", "checkpoint, 2 steps on"}
-    monkeypatch.setattr(checkpoint, "round_trip", lambda state: right(state)._replace(rng=jax.random.key(8)))
-    assert failed(found(checkpoint.checkpoint)) == {"checkpoint, restored", "checkpoint, 2 steps on"}
+    monkeypatch.setattr(checkpoint_check, "round_trip", corrupted)
+    assert failed(found(checkpoint_check.checkpoint)) == {"checkpoint, restored", "checkpoint, 2 steps on"}
+    monkeypatch.setattr(checkpoint_check, "round_trip", lambda state: right(state)._replace(rng=jax.random.key(8)))
+    assert failed(found(checkpoint_check.checkpoint)) == {"checkpoint, restored", "checkpoint, 2 steps on"}
 
 
 def test_a_device_that_adds_wrongly_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong_psum(x: Any) -> Any:
         return lax.psum(x, "devices") - (lax.axis_index("devices") == 2).astype(x.dtype)
 
-    monkeypatch.setattr(collectives, "COLLECTIVES", {**collectives.COLLECTIVES, "psum": wrong_psum})
-    findings = found(collectives.collectives)
+    monkeypatch.setattr(collectives_check, "COLLECTIVES", {**collectives_check.COLLECTIVES, "psum": wrong_psum})
+    findings = found(collectives_check.collectives)
     assert failed(findings) == {"psum, 4 devices"}
     assert findings[0].detail == f"wrong on {jax.devices()[2]}"
 
@@ -301,15 +311,15 @@ def run_off_by(*distance: float) -> Callable[..., Record]:
     """Return a run that is off from PyTorch's float64 run by multiples of PyTorch's own distances, in fp64 of 1e-16."""
 
     def run(case: Any, weights: Any, precision: str, *, steps: int) -> Record:
-        truth = {what: gpt2.recorded(what) for what in gpt2.GROUPS}
-        low = precision in gpt2.LOW
-        apart = gpt2.recorded("distances")[precision] if low else np.full(3, 1e-16)
+        truth = {what: gpt2_check.recorded(what) for what in gpt2_check.GROUPS}
+        low = precision in gpt2_check.LOW
+        apart = gpt2_check.recorded("distances")[precision] if low else np.full(3, 1e-16)
         perturbed = {}
         for off, (what, tensors) in zip(apart * np.array(distance), truth.items(), strict=True):
             size = sum(x.size for x in tensors.values())
             perturbed[what] = {name: x + off / size**0.5 for name, x in tensors.items()}
         losses, grads, params = perturbed.values()
-        scales = gpt2.recorded("scales")[precision] if low else np.ones(steps + 1)
+        scales = gpt2_check.recorded("scales")[precision] if low else np.ones(steps + 1)
         last = Snapshot(params, {}, {})
         return Record(
             np.array([losses[str(i)] for i in range(1, steps + 1)]), grads, last, last, scales, np.ones(steps)
@@ -320,42 +330,42 @@ def run_off_by(*distance: float) -> Callable[..., Record]:
 
 def test_a_run_is_judged_by_pytorchs_distance_to_the_float64_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax_side, "run", run_off_by(1.9))
-    assert failed(found(gpt2.precision)) == set()
+    assert failed(found(gpt2_check.precision)) == set()
     monkeypatch.setattr(jax_side, "run", run_off_by(2.1))
-    assert failed(found(gpt2.precision)) == {f"GPT-2, {low}, 5 steps" for low in gpt2.LOW}
+    assert failed(found(gpt2_check.precision)) == {f"GPT-2, {low}, 5 steps" for low in gpt2_check.LOW}
     # The bar of the losses is wider, as they are few; in fp32 the distance is at least one rounding.
     monkeypatch.setattr(jax_side, "run", run_off_by(5.0, 1.0, 1.0))
-    assert failed(found(gpt2.precision)) == set()
+    assert failed(found(gpt2_check.precision)) == set()
     monkeypatch.setattr(jax_side, "run", run_off_by(6.0, 1.0, 1.0))
-    assert failed(found(gpt2.precision)) == {"GPT-2, bf16, 5 steps", "GPT-2, fp16, 5 steps"}
+    assert failed(found(gpt2_check.precision)) == {"GPT-2, bf16, 5 steps", "GPT-2, fp16, 5 steps"}
     for off in ((1.0, 2.1, 1.0), (1.0, 1.0, 2.1)):
         monkeypatch.setattr(jax_side, "run", run_off_by(*off))
-        assert failed(found(gpt2.precision)) == {f"GPT-2, {low}, 5 steps" for low in gpt2.LOW}
+        assert failed(found(gpt2_check.precision)) == {f"GPT-2, {low}, 5 steps" for low in gpt2_check.LOW}
     monkeypatch.setattr(jax_side, "run", run_off_by(np.nan))
-    assert len(failed(found(gpt2.precision))) == 5
+    assert len(failed(found(gpt2_check.precision))) == 5
 
     def overflowed(*args: Any, **kwargs: Any) -> Record:
         run = run_off_by(1.0)(*args, **kwargs)
         return replace(run, scales=run.scales / 2)
 
     monkeypatch.setattr(jax_side, "run", overflowed)
-    assert failed(found(gpt2.precision)) == {f"GPT-2, {low}, 5 steps" for low in gpt2.LOW}
+    assert failed(found(gpt2_check.precision)) == {f"GPT-2, {low}, 5 steps" for low in gpt2_check.LOW}
 
 
 def test_a_run_in_another_precision_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpt2, "LOW", ("fp32",))
+    monkeypatch.setattr(gpt2_check, "LOW", ("fp32",))
     monkeypatch.setitem(POLICIES, "fp32", POLICIES["bf16"])
-    assert failed(found(gpt2.precision)) == {"GPT-2, fp32, 5 steps"}
+    assert failed(found(gpt2_check.precision)) == {"GPT-2, fp32, 5 steps"}
 
 
 def test_a_layer_norm_of_another_epsilon_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpt2, "LOW", ())
-    monkeypatch.setattr(gpt2, "CONFIG", replace(gpt2.CONFIG, layer_norm_epsilon=1e-6))
-    assert failed(found(gpt2.precision)) == {"GPT-2, fp64, first step", "GPT-2, fp64, 5 steps"}
+    monkeypatch.setattr(gpt2_check, "LOW", ())
+    monkeypatch.setattr(gpt2_check, "CONFIG", replace(gpt2_check.CONFIG, layer_norm_epsilon=1e-6))
+    assert failed(found(gpt2_check.precision)) == {"GPT-2, fp64, first step", "GPT-2, fp64, 5 steps"}
 
 
 def test_a_nondeterministic_step_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, calls = gpt2.loss_of, iter(range(100))
+    right, calls = gpt2_check.loss_of, iter(range(100))
 
     def nondeterministic(config: Any) -> Any:
         loss_fn = right(config)
@@ -368,24 +378,24 @@ def test_a_nondeterministic_step_is_detected(monkeypatch: pytest.MonkeyPatch) ->
 
         return noisy
 
-    monkeypatch.setattr(gpt2, "loss_of", nondeterministic)
-    (finding,) = gpt2.determinism()
+    monkeypatch.setattr(gpt2_check, "loss_of", nondeterministic)
+    (finding,) = gpt2_check.determinism()
     assert finding.passed is False
     assert "--xla_gpu_deterministic_ops=true" in finding.detail
 
 
 @pytest.mark.nightly
 def test_pytorch_reproduces_the_recorded_run(tmp_path: Path) -> None:
-    from parity.selftest.record import record
+    from parity.selftest.record_reference import record
 
     record(tmp_path / "again.npz")
-    with np.load(gpt2.RECORDED) as kept, np.load(tmp_path / "again.npz") as again:
+    with np.load(gpt2_check.RECORDED) as kept, np.load(tmp_path / "again.npz") as again:
         assert set(kept.files) == set(again.files)
         for name in kept.files:
             what = name.partition("/")[0]
             if what == "distances":  # of rounding errors, which depend on the processor
                 assert (np.abs(np.log2(again[name] / kept[name])) < 1).all(), name
-            elif what in gpt2.GROUPS:
+            elif what in gpt2_check.GROUPS:
                 np.testing.assert_allclose(again[name], kept[name], rtol=1e-11, atol=1e-13, err_msg=name)
             else:
                 np.testing.assert_array_equal(again[name], kept[name], err_msg=name)

@@ -15,7 +15,7 @@ from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.models import MLP, functional
 from jaxtrain.models.mlp import torch_names
 from parity.case import AdamW, Case
-from parity.cases.classification import images, loss_fn, torch_loss
+from parity.cases.built_in.image_batches import images, loss_fn, torch_loss
 from parity.run import check
 from parity.sides import jax_side, torch_side
 

@@ -10,7 +10,8 @@ import torch
 
 from jaxtrain.models import BatchNorm
 from parity import Case, Optimizer
-from parity.cases import CASES, mlp
+from parity.cases import CASES
+from parity.cases.built_in import mlp_case
 from parity.explain.stages import blame, stages
 
 
@@ -72,20 +73,20 @@ def with_adam(case: Case, **options: float) -> Case:
     ],
 )
 def test_a_fault_is_attributed_to_its_stage(bug: Callable[[Case], Case], stage: str) -> None:
-    expected = blame(stages(bug(mlp.case(side=8, hidden=32)), steps=3))
+    expected = blame(stages(bug(mlp_case.case(side=8, hidden=32)), steps=3))
     assert expected is not None
     assert expected.startswith(f"{stage}: ")
 
 
 def test_stages_after_a_fault_get_pytorchs_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = named(doubled_gradient(mlp.case(side=8, hidden=32)), steps=3)
+    found = named(doubled_gradient(mlp_case.case(side=8, hidden=32)), steps=3)
     assert found["gradients"] == pytest.approx(1.0)
     assert max(distance for name, distance in found.items() if name != "gradients") < 1e-12
 
 
 def test_clipping_and_running_statistics_are_separate_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parity.explain.stages.clip_grad_norm", lambda grads, bound: (grads, 0.0))
-    clipped = dataclasses.replace(mlp.case(side=8, hidden=32), clip_norm=0.5)
+    clipped = dataclasses.replace(mlp_case.case(side=8, hidden=32), clip_norm=0.5)
     assert str(blame(stages(clipped, steps=3))).startswith("clipped gradients: ")
     monkeypatch.undo()
     init = BatchNorm.__init__
@@ -95,7 +96,7 @@ def test_clipping_and_running_statistics_are_separate_stages(monkeypatch: pytest
 
 def test_a_fault_is_reported_with_the_first_step_that_shows_it() -> None:
     case = dataclasses.replace(
-        mlp.case(side=8, hidden=32),
+        mlp_case.case(side=8, hidden=32),
         optimizer=Optimizer(
             "SGD",
             lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, dampening=0.1),

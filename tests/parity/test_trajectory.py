@@ -13,7 +13,7 @@ import jaxtrain
 from jaxtrain.interop import NameTable, TorchParam
 from parity.bars import LAST_BAR
 from parity.case import Case
-from parity.cases import gpt2, mlp
+from parity.cases.built_in import gpt2_case, mlp_case
 from parity.compare.trajectory import trajectory
 from parity.optimizer import AdamW, Optimizer
 from parity.run import check, examine
@@ -127,7 +127,7 @@ def test_in_low_precision_chaos_begins_where_one_ulp_reaches_the_error_of_the_pr
 
 
 def test_weights_one_ulp_off_are_the_adjacent_floats() -> None:
-    lr_0 = dataclasses.replace(mlp.case(), optimizer=AdamW(lr=0.0))
+    lr_0 = dataclasses.replace(mlp_case.case(), optimizer=AdamW(lr=0.0))
     for precision, eps in {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-23, "bf16_params": 2.0**-7}.items():
         plain, perturbed = (
             torch_side.run(lr_0, precision, steps=1, variant=torch_side.Variant(one_ulp=s)).last.params
@@ -150,8 +150,8 @@ def test_the_noise_of_a_single_row_is_measured_by_one_ulp_alone() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("steps", [100])
 def test_gpt2_equals_pytorch_for_a_hundred_steps_without_chaos(steps: int) -> None:
-    config = dataclasses.replace(gpt2.CONFIG, n_layer=1)
-    verdict = check(gpt2.case(config, reference=config), steps=steps)
+    config = dataclasses.replace(gpt2_case.CONFIG, n_layer=1)
+    verdict = check(gpt2_case.case(config, reference=config), steps=steps)
     assert verdict.passed, verdict.faults
     assert verdict.trajectory is not None
     assert verdict.trajectory.chaos is None
@@ -160,7 +160,7 @@ def test_gpt2_equals_pytorch_for_a_hundred_steps_without_chaos(steps: int) -> No
 @pytest.mark.nightly
 def test_a_too_large_learning_rate_is_chaos_and_a_wrong_epsilon_with_it_is_a_fault() -> None:
     adamw = AdamW(lr=0.1)
-    case = dataclasses.replace(mlp.case(), optimizer=adamw)
+    case = dataclasses.replace(mlp_case.case(), optimizer=adamw)
     verdict = check(case, steps=80)
     assert verdict.passed, verdict.faults
     assert verdict.trajectory is not None

@@ -17,7 +17,7 @@ from jaxtrain.interop import AS_IS, LINEAR, NameTable, TorchParam
 from parity import check
 from parity.case import AdamW, Case
 from parity.cases import CASES
-from parity.cases.mlp import case as mlp
+from parity.cases.built_in.mlp_case import case as mlp
 from parity.weights import as_source, probe_of, propose, prove, with_tables
 
 WIDTH = 6

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 import jaxtrain as jt
 from jaxtrain.errors import UserError
 from jaxtrain.passes import Fp8, kernel_uses, policy
+from jaxtrain.passes.fp8.fp8_product import fp8_product
 from jaxtrain.passes.fp8.kernel_parts import EACH, Part, after, as_matrix, placed
 from jaxtrain.passes.fp8.kernel_scales import KernelScales
-from jaxtrain.passes.fp8.product import fp8_product
 from jaxtrain.program.equations import visit
 
 BF16 = jnp.bfloat16

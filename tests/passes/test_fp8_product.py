@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from jaxtrain.passes import Fp8, policy
-from jaxtrain.passes.fp8.product import fp8_product
+from jaxtrain.passes.fp8.fp8_product import fp8_product
 from jaxtrain.program.equations import visit
 from tests.passes import torchao_references as torchao
 

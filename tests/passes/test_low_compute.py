@@ -15,8 +15,8 @@ import jaxtrain as jt
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
 from jaxtrain.models.batch_norm import BatchNorm
-from jaxtrain.models.layer_norm import LayerNorm
-from jaxtrain.models.llama.model import RMSNorm
+from jaxtrain.models.layers.layer_norm import LayerNorm
+from jaxtrain.models.llama.llama_model import RMSNorm
 from jaxtrain.passes.policies import policy
 from jaxtrain.program import equations
 from jaxtrain.program.equations import visit

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxtrain.models.layer_norm import layer_norm
+from jaxtrain.models.layers.layer_norm import layer_norm
 from jaxtrain.passes import Groups, LastPartial, Partial, partial_gradients
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.passes import Fp8, fuse_casts
+from jaxtrain.passes.fp8.fp8_product import fp8_product
 from jaxtrain.passes.fp8.kernel_scales import KernelScales
-from jaxtrain.passes.fp8.product import fp8_product
 from jaxtrain.passes.fp8.scales import CAST, E4M3, scaled
 from jaxtrain.passes.xla_gpu.added_products import AddedProducts
 from jaxtrain.program.equations import inner_jaxprs

@@ -19,9 +19,9 @@ import numpy as np
 from benchmarks.memory import reset_peak, status_kib
 from jaxtrain.cost.data_sheets import CPU
 from jaxtrain.data.loader import Loader
-from jaxtrain.planning.plan import compile_candidate
+from jaxtrain.planning.search import compile_candidate
 from jaxtrain.recipes import RECIPES
-from jaxtrain.runner.optimizer import training_step
+from jaxtrain.runner.recipe_step import training_step
 
 
 def main(name: str, settings: dict) -> None:

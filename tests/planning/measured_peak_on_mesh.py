@@ -16,7 +16,7 @@ from jaxtrain.distributed import shard
 from jaxtrain.distributed.mesh import make_mesh, parse_mesh
 from jaxtrain.planning.scaling import Scaling
 from jaxtrain.recipes import RECIPES
-from jaxtrain.runner.optimizer import training_step
+from jaxtrain.runner.recipe_step import training_step
 from tests.planning.measured_peak import peak_above_rest
 
 

@@ -28,11 +28,11 @@ from jaxtrain.cost.roofline import estimate_seconds
 from jaxtrain.cpu.workspace import cpu_workspace
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.planning.gradient_sums import GradientSums
-from jaxtrain.planning.plan import Candidate, choice_notes, plan
+from jaxtrain.planning.search import Candidate, choice_notes, plan
 from jaxtrain.recipes import RECIPES
 from jaxtrain.recipes.command import command
 from jaxtrain.run import Recipe, Task
-from jaxtrain.runner.optimizer import training_step
+from jaxtrain.runner.recipe_step import training_step
 
 MIB = 2**20
 # The package exports a function of the module's name.

@@ -9,7 +9,8 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxtrain.cli import main, plan_nodes
+from jaxtrain.cli import main
+from jaxtrain.cli.plans import plan_nodes
 from jaxtrain.cost import Communication, GpuProgram, find_target
 from jaxtrain.cost.communication import Traffic
 from jaxtrain.distributed.mesh import parse_mesh
@@ -65,7 +66,7 @@ def programs(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(mesh_costs, "compile_for_target", written)
-    monkeypatch.setattr("jaxtrain.cli.plan_nodes.gpu_devices", lambda *_: ())
+    monkeypatch.setattr("jaxtrain.cli.plans.plan_nodes.gpu_devices", lambda *_: ())
 
 
 def run_command(capsys, flags):

@@ -14,7 +14,7 @@ from jaxtrain.errors import RunFailed
 from jaxtrain.models.attention import attention
 from jaxtrain.profile.estimate import estimate_table
 from jaxtrain.profile.kinds import KINDS, kind_of_kernel, kind_of_opcodes
-from jaxtrain.profile.program import operations
+from jaxtrain.profile.program_text import operations
 from jaxtrain.profile.trace import (
     INPUT,
     Span,

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxtrain.debug import doctor
+from jaxtrain.debug import installation
 from jaxtrain.program import internals
 from jaxtrain.program.internals import INTERNALS, Internal, missing_internals
 
@@ -21,13 +21,13 @@ def test_the_installed_jax_has_every_internal_in_use(internal):
 
 
 def test_a_missing_internal_is_reported_by_the_doctor(monkeypatch):
-    (found,) = doctor.internals()
+    (found,) = installation.internals()
     assert found.status == "fine"
 
     missing = Internal("scan[ft_in]", "program.rewrite", lambda: {}["ft_in"])
     monkeypatch.setattr(internals, "INTERNALS", (*INTERNALS, missing))
     assert missing_internals(internals.INTERNALS) == [missing]
-    (found,) = doctor.internals()
+    (found,) = installation.internals()
     assert found.status == "problem"
     assert f"jax {jax.__version__} lacks scan[ft_in] (used by program.rewrite)" in str(found)
 

@@ -16,7 +16,7 @@ import transformers
 from jaxtrain.models import nf4
 from jaxtrain.models.peft import torch_names
 from jaxtrain.recipes.finetune import FineTuneRecipe
-from jaxtrain.runner.optimizer import training_step
+from jaxtrain.runner.recipe_step import training_step
 from parity.oracle.in_jax import in_float64
 from tests.data.finetuning.templates import byte_level, write_folder
 from tests.models.programs import widened

@@ -14,8 +14,8 @@ from jaxtrain.recipes import RECIPES
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe
 from jaxtrain.runner.checkpoint import Checkpoints
-from jaxtrain.runner.optimizer import training_step
 from jaxtrain.runner.preflight import check_labels_in_batch
+from jaxtrain.runner.recipe_step import training_step
 
 SMALL = "--batch-size 8 --log-every 2 --eval-every 4 --save-every 2"
 ENCODER = "--num-hidden-layers 1 --hidden-size 8 --num-attention-heads 2"

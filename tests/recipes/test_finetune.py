@@ -18,7 +18,7 @@ from jaxtrain.cli import main
 from jaxtrain.errors import UserError
 from jaxtrain.models import functional
 from jaxtrain.recipes.finetune import FineTuneRecipe
-from jaxtrain.recipes.finetuning.decoder import adapter_targets
+from jaxtrain.recipes.finetuning.pretrained_decoder import adapter_targets
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
 from jaxtrain.runner.checkpoint import Checkpoints

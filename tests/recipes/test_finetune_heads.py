@@ -14,7 +14,7 @@ from jaxtrain.cli import main
 from jaxtrain.models import functional, open_pretrained
 from jaxtrain.models.lora import LoraConfig
 from jaxtrain.recipes.finetuning.heads import _with_head as with_head
-from jaxtrain.recipes.finetuning.model import FineTunedModel
+from jaxtrain.recipes.finetuning.trained_decoder import FineTunedModel
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
 from tests.recipes.fine_tuning_twin import write_model

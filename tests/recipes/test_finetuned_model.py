@@ -24,7 +24,7 @@ from jaxtrain.models import (
     save_pretrained,
 )
 from jaxtrain.recipes.finetuning.losses import preference_loss, supervised_loss
-from jaxtrain.recipes.finetuning.model import FineTunedModel
+from jaxtrain.recipes.finetuning.trained_decoder import FineTunedModel
 from jaxtrain.recipes.finetuning.zoo_decoder import ZooDecoder
 from jaxtrain.run import Initial
 from jaxtrain.runner import Unsaved

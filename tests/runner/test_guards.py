@@ -20,10 +20,10 @@ from jaxtrain.recipes.command import command
 from jaxtrain.runner import interval, start
 from jaxtrain.runner.checkpoint import restore_params, saved_steps
 from jaxtrain.runner.fetched_batches import Batches, DispatchedStep, FetchedBatch
-from jaxtrain.runner.guards import FEWEST, MOST_ROLLBACKS, Guard, RunInvalid, Spike, read_batch
-from jaxtrain.runner.optimizer import training_step
-from jaxtrain.runner.out_of_memory import flags_for_less_memory
 from jaxtrain.runner.preflight import check_settings
+from jaxtrain.runner.recipe_step import training_step
+from jaxtrain.runner.stops.guards import FEWEST, MOST_ROLLBACKS, Guard, RunInvalid, Spike, read_batch
+from jaxtrain.runner.stops.out_of_memory import flags_for_less_memory
 from tests.runner import recording
 
 RECIPE = dataclasses.replace(

@@ -12,7 +12,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner import interval
 from jaxtrain.runner.loss_scales import loss_scale, step_loss_scale
-from jaxtrain.runner.optimizer import frozen, optimizer_expression, recipe_optimizer, schedule
+from jaxtrain.runner.recipe_step import frozen, optimizer_expression, recipe_optimizer, schedule
 from jaxtrain.step import TrainState
 
 

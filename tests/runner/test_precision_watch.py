@@ -14,7 +14,7 @@ import jaxtrain as jt
 from jaxtrain.errors import UserError
 from jaxtrain.observe import read_metrics, read_record
 from jaxtrain.observe.charts import charts
-from jaxtrain.observe.report import render_report
+from jaxtrain.observe.run_report import render_report
 from jaxtrain.step import KINDS
 
 

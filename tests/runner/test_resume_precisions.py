@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain import per_layer_loss_scale
 from jaxtrain.optim import adamw, adamw8bit
 from jaxtrain.runner.checkpoint import Checkpoints, saved_steps
-from jaxtrain.step import per_layer_loss_scale
 from tests.runner.test_checkpoint import same
 
 LAYERS, WIDTH, EXAMPLES = 2, 32, 64

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.runner.signals import StopSignals
+from jaxtrain.runner.stops.signals import StopSignals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
@@ -51,7 +51,7 @@ time.sleep(120)
 LAUNCHER = """
 import os, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
-from jaxtrain.cli.processes import Processes
+from jaxtrain.cli.child_processes import Processes
 environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_PROCESSES"}
 environments = [{**environment, "NUMBER": str(i)} for i in range(2)]
 raise SystemExit(Processes([sys.executable, "-c", sys.argv[1], sys.argv[2]], environments, 1).run().status)

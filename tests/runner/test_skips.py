@@ -11,7 +11,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner import preflight
 from jaxtrain.runner.fetched_batches import DispatchedStep, FetchedBatch
-from jaxtrain.runner.guards import Guard
+from jaxtrain.runner.stops.guards import Guard
 from tests.runner.recording import train
 
 # After one update at this rate, no gradient is finite.

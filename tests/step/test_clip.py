@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jaxtrain.step.clip import clip_grad_norm, clip_grad_value
+from jaxtrain.step.update.clip import clip_grad_norm, clip_grad_value
 
 # Their squares and clipped values neither overflow nor underflow in float64.
 MAGNITUDES = st.one_of(st.just(0.0), st.floats(1e-120, 1e120))

@@ -77,7 +77,7 @@ def test_an_ema_decay_outside_its_range_is_refused(decay):
 
 
 def test_leaves_that_are_not_floating_point_are_copied():
-    from jaxtrain.step.ema import update_ema
+    from jaxtrain.step.update.ema import update_ema
 
     average = update_ema({"n": jnp.array(1)}, {"n": jnp.array(5)}, 0.9, is_first=False)
     assert int(average["n"]) == 5

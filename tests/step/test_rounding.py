@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 import jaxtrain as jt
 from jaxtrain.distributed import make_mesh, shard
 from jaxtrain.planning.state_parts import state_parts
-from jaxtrain.step import rounding
 from jaxtrain.step.state import micro_batch_key, rounding_key
+from jaxtrain.step.update import rounding
 from tests.step.regression import assert_same_bits
 
 ROUNDINGS = ("nearest", "stochastic", "kahan")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.torch_import import masks
+from jaxtrain.torch_import.rewrites import masks
 
 torch = pytest.importorskip("torch")
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import jaxtrain as jt
-from jaxtrain.torch_import.channels_last import PERMUTE
 from jaxtrain.torch_import.graph import REPEAT
+from jaxtrain.torch_import.rewrites.channels_last import PERMUTE
 from tests.torch_import.reference import batch_of, weighted
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from jaxtrain import UserError
 from jaxtrain.torch_import import from_torch
-from jaxtrain.torch_import.ops.resample import nearest_places
+from jaxtrain.torch_import.ops.network.resample import nearest_places
 from tests.torch_import.reference import Function, compared
 
 Tensor = torch.Tensor

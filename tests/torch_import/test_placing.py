@@ -16,7 +16,7 @@ from torch.nn.utils import prune
 
 from jaxtrain import UserError
 from jaxtrain.torch_import import from_torch
-from jaxtrain.torch_import.capture.copying import Memory
+from jaxtrain.torch_import.capture.module.copying import Memory
 from parity import check
 from tests.torch_import.reference import Function, batch_of, compared
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import jaxtrain as jt
-from jaxtrain import optim
+from jaxtrain import cases, optim
 from parity import check
 from parity.bundle import record
 from parity.cases.example_batches import Example
@@ -43,6 +43,13 @@ def test_batches_are_like_the_example() -> None:
         assert 0.5 <= batch["p"].min() <= batch["p"].max() <= 1
     assert len({batch["labels"].tobytes() for batch in batches}) > 1
     np.testing.assert_array_equal(example.batch(3, 4)["x"], batches[3]["x"])
+
+
+def test_a_case_without_parity_is_refused_in_one_line(monkeypatch) -> None:
+    monkeypatch.setattr(cases, "_PROVIDED", [])
+    model = jt.from_torch(nn.Linear(3, 2), np.ones((4, 3), np.float32))
+    with pytest.raises(jt.UserError, match=r"import parity before model\.case\(\)"):
+        model.case()
 
 
 def test_arrays_without_common_rows_are_one_row() -> None:

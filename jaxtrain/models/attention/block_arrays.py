@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtrain.models.attention.blocks import Pairs, Sizes
+from jaxtrain.models.attention.attention_options import Operands, Options
+from jaxtrain.models.attention.block_pairs import Pairs, Sizes
 from jaxtrain.models.attention.dropout_mask import kept
-from jaxtrain.models.attention.options import Operands, Options
 
 
 class At(NamedTuple):

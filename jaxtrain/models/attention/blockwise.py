@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxtrain.models.attention.attention_options import Operands, Options
 from jaxtrain.models.attention.block_arrays import BlockArrays, block_of, product, wide
-from jaxtrain.models.attention.blocks import Pairs, Sizes, visible_pairs, visible_pairs_by_row
-from jaxtrain.models.attention.options import Operands, Options
+from jaxtrain.models.attention.block_pairs import Pairs, Sizes, visible_pairs, visible_pairs_by_row
 from jaxtrain.program import at_most
 
 Q_BLOCK, K_BLOCK = 128, 128

@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.models.attention.attention_options import Operands, Options
 from jaxtrain.models.attention.formula import combined_mask, visible
-from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.program import internals
 
 LOW = (jnp.bfloat16, jnp.float16)

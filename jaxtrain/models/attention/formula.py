@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.models.attention.attention_options import Operands, Options
 from jaxtrain.models.attention.dropout_mask import kept_of_rows
-from jaxtrain.models.attention.options import Operands, Options
-from jaxtrain.models.dropout import dropout as _dropout
+from jaxtrain.models.layers.dropout import dropout as _dropout
 
 _LARGE = 2**20
 """Number of elements from which a mask is computed when a program runs, instead of being a constant of the program."""

@@ -11,9 +11,9 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import cudnn
+from jaxtrain.models.attention.attention_options import Operands, Options
 from jaxtrain.models.attention.dropout_mask import counters, is_counter_based
 from jaxtrain.models.attention.formula import combined_mask, formula
-from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.primitives import fused_attention, is_long
 from jaxtrain.passes import low_operation, low_precision
 

@@ -19,8 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxtrain.models.attention.blocks import Sizes, visible_ranges
-from jaxtrain.models.attention.options import Operands, Options
+from jaxtrain.models.attention.attention_options import Operands, Options
+from jaxtrain.models.attention.block_pairs import Sizes, visible_ranges
 from jaxtrain.models.attention.pallas_tiles import Place, Problem, Tiles, loop
 
 WIDEST = 256

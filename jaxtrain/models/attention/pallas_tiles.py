@@ -10,9 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxtrain.models.attention.blocks import Sizes
+from jaxtrain.models.attention.attention_options import Options
+from jaxtrain.models.attention.block_pairs import Sizes
 from jaxtrain.models.attention.dropout_mask import kept
-from jaxtrain.models.attention.options import Options
 from jaxtrain.threefry import threefry2x32
 
 

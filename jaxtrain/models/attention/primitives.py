@@ -20,9 +20,9 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxtrain.models.attention import blockwise, cudnn
+from jaxtrain.models.attention.attention_options import Operands, Options
 from jaxtrain.models.attention.dropout_mask import kept_of_rows
 from jaxtrain.models.attention.formula import formula, log_sum_exp
-from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.partitioned import partitioned
 from jaxtrain.program import equations, internals
 from jaxtrain.program import operations as op

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.models.t5.config import T5Config
+from jaxtrain.models.t5.t5_config import T5Config
 
 IGNORE_INDEX = -100
 """Label of positions without a target, as in `torch.nn.functional.cross_entropy`."""

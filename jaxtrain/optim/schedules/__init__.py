@@ -7,7 +7,7 @@ exponentials of a logarithm computed in double, so that float32 suffices for lon
 A `Scheduler` is an optax schedule that also has PyTorch's recursion, which `chained` needs.
 """
 
-from jaxtrain.optim.schedules.composition import chained, sequential, shifted
+from jaxtrain.optim.schedules.composition import chained, held, sequential, shifted
 from jaxtrain.optim.schedules.cycles import annealed, cyclic_lr, cyclic_momentum, one_cycle_lr, one_cycle_momentum
 from jaxtrain.optim.schedules.decay import (
     constant_lr,
@@ -34,6 +34,7 @@ __all__ = [
     "cyclic_lr",
     "cyclic_momentum",
     "exponential_lr",
+    "held",
     "lambda_lr",
     "linear_lr",
     "multi_step_lr",

@@ -67,6 +67,30 @@ def shifted(schedule: Callable[[Any], Any], by: int) -> Scheduler:
     return absolute(float("nan"), lambda t: jnp.asarray(schedule(t + by), dtype()))
 
 
+def held(schedule: Callable[[Any], Any], every: int) -> Scheduler:
+    """Hold each rate of a schedule for a number of updates, as for a scheduler stepped at the end of an epoch.
+
+    Args:
+      schedule: A schedule.
+      every: Number of updates, at least 1.
+
+    Returns:
+      A `Scheduler`.
+
+    Raises:
+      UserError: `every` is less than 1.
+
+    Example:
+      >>> from jaxtrain.optim.schedules import step_lr
+      >>> schedule = held(step_lr(1.0, step_size=1, gamma=0.5), every=2)
+      >>> [float(schedule(t)) for t in range(5)]
+      [1.0, 1.0, 0.5, 0.5, 0.25]
+    """
+    if every < 1:
+        raise UserError(f"every must be at least 1, got {every}: give the updates of an epoch")
+    return absolute(float("nan"), lambda t: jnp.asarray(schedule(t // every), dtype()))
+
+
 def chained(schedules: Sequence[Scheduler]) -> Scheduler:
     """`ChainedScheduler`: apply several schedules to one rate. They have the same `lr`.
 

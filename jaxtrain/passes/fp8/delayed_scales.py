@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.passes.fp8.fp8_settings import Fp8
 from jaxtrain.passes.fp8.scales import E4M3, E5M2
-from jaxtrain.passes.fp8.settings import Fp8
 from jaxtrain.passes.numerics.casts import is_float
 from jaxtrain.paths import Matching, path_name
 

@@ -15,9 +15,9 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.passes.fp8.fp8_settings import Fp8
 from jaxtrain.passes.fp8.kernel_scales import KernelScales
 from jaxtrain.passes.fp8.quantized_kernel import Gathering, QuantizedKernel, Whole, quantize_kernel
-from jaxtrain.passes.fp8.settings import Fp8
 from jaxtrain.program import equations, rewrite
 from jaxtrain.program import operations as op
 from jaxtrain.program.part_specs import Entries, entries, reshaped

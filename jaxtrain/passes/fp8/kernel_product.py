@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jaxtrain.passes.fp8.fp8_product import fp8_product
+from jaxtrain.passes.fp8.fp8_settings import Fp8
 from jaxtrain.passes.fp8.kernel_parts import Part, as_matrix, transposed
-from jaxtrain.passes.fp8.product import fp8_product
 from jaxtrain.passes.fp8.quantized_kernel import Gathering, QuantizedKernel
-from jaxtrain.passes.fp8.settings import Fp8
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.casts import to_dtype
 from jaxtrain.program import equations

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxtrain.passes.fp8.probes import repeated, split
+from jaxtrain.passes.fp8.amax_probes import repeated, split
 from jaxtrain.program import equations
 from jaxtrain.program import operations as op
 

@@ -15,11 +15,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain.errors import UserError
 from jaxtrain.passes.fp8.followed_parameter import Parameter
+from jaxtrain.passes.fp8.fp8_settings import Fp8
 from jaxtrain.passes.fp8.kernel_parts import Part, constrained_copy, gathering, quantized_part
 from jaxtrain.passes.fp8.kernel_product import MULTIPLE, KernelProduct
 from jaxtrain.passes.fp8.kernel_scales import KernelScales, Uses
 from jaxtrain.passes.fp8.quantized_kernel import QuantizedKernel, Whole
-from jaxtrain.passes.fp8.settings import Fp8
 from jaxtrain.passes.marks import looks_up
 from jaxtrain.passes.numerics.autocast import DISABLED
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.passes.fp8.fp8_settings import Fp8
 from jaxtrain.passes.fp8.scales import scale_of, tiles
-from jaxtrain.passes.fp8.settings import Fp8
 
 
 def scaled_rows(fp8: Fp8, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

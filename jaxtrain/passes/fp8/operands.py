@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.passes.fp8.fp8_settings import Fp8
 from jaxtrain.passes.fp8.scales import E4M3, E5M2, TILE, Quantized, quantize, scaled, tiles
-from jaxtrain.passes.fp8.settings import Fp8
 
 Split = Callable[[jax.Array], jax.Array]
 """Splits the first axis of an array into groups of rows: [groups, rows, …]."""

@@ -11,9 +11,9 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding
 
+from jaxtrain.passes.fp8.fp8_settings import Fp8
 from jaxtrain.passes.fp8.operands import blocks_along, by_given_scale, kernel_along, quantized_blocks
 from jaxtrain.passes.fp8.scales import E4M3, Quantized, largest_magnitude
-from jaxtrain.passes.fp8.settings import Fp8
 
 Whole = Callable[[NamedSharding], NamedSharding]
 """Returns a sharding without the axes over which parameters are gathered."""

@@ -13,7 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxtrain.errors import UserError
-from jaxtrain.passes.fp8.product import NAME as FP8_PRODUCT
+from jaxtrain.passes.fp8.fp8_product import NAME as FP8_PRODUCT
 from jaxtrain.passes.fp8.scaled_product import NAME as SCALED_PRODUCT
 from jaxtrain.passes.fp8.scales import SCALE
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jaxtrain.passes.fp8.product import NAME as FP8_PRODUCT
+from jaxtrain.passes.fp8.fp8_product import NAME as FP8_PRODUCT
 from jaxtrain.passes.marks import DIVIDED_LOOKUP, GATHERED_COPY
 from jaxtrain.program import equations, rewrite
 from jaxtrain.program import operations as op

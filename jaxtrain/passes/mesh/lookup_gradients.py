@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain.passes.marks import GATHERED_COPY, looks_up
-from jaxtrain.passes.mesh.groups import Groups, Partial
+from jaxtrain.passes.mesh.gradient_groups import Groups, Partial
 from jaxtrain.passes.mesh.partial_gradients import evaluate_by_group, row_counts
 from jaxtrain.program import equations, rewrite
 from jaxtrain.program import operations as op

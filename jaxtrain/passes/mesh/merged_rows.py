@@ -1,7 +1,7 @@
 """Undo the merging of rows and tokens, so that arrays sharded along both axes stay sharded.
 
-A linear layer takes [rows, tokens, width] as [rows · tokens, width] (`jaxtrain.models.linear`). If a mesh shards rows
-by one of its axes and tokens by another, a device's shard is not a contiguous part of the merged array, and the
+A linear layer takes [rows, tokens, width] as [rows · tokens, width] (`jaxtrain.models.layers.linear`). If a mesh shards
+rows by one of its axes and tokens by another, a device's shard is not a contiguous part of the merged array, and the
 compiler would gather the tokens of every layer. So products of merged arrays, and the arithmetic next to them, are
 rewritten for the unmerged arrays.
 """

@@ -20,10 +20,10 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.passes.fp8.product import NAME as FP8_PRODUCT
-from jaxtrain.passes.fp8.product import Product
+from jaxtrain.passes.fp8.fp8_product import NAME as FP8_PRODUCT
+from jaxtrain.passes.fp8.fp8_product import Product
 from jaxtrain.passes.marks import DIVIDED_LOOKUP, GATHERED_COPY
-from jaxtrain.passes.mesh.groups import Groups, Partial
+from jaxtrain.passes.mesh.gradient_groups import Groups, Partial
 from jaxtrain.passes.mesh.window_sums import LastPartial, is_partial
 from jaxtrain.passes.numerics.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.passes.numerics.biased_product import biased_product

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.passes.marks import GATHERED_COPY
-from jaxtrain.passes.mesh.groups import Groups, Partial
+from jaxtrain.passes.mesh.gradient_groups import Groups, Partial
 from jaxtrain.program import equations
 from jaxtrain.program import operations as op
 from jaxtrain.program.follow import Apply, Followed, uses

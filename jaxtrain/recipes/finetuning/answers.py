@@ -10,7 +10,7 @@ import jaxtrain as jt
 from jaxtrain.data import decode_stream
 from jaxtrain.data.finetuning import EncodedExamples, ModelTokenizer, PlainText, Preference
 from jaxtrain.models import Sampling
-from jaxtrain.recipes.finetuning.decoder import Decoder
+from jaxtrain.recipes.finetuning.pretrained_decoder import Decoder
 
 _ROWS = 64  # of a batch, at most
 _SHORTEST = 32  # width of a batch

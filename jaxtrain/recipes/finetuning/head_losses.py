@@ -9,7 +9,7 @@ import numpy as np
 import jaxtrain as jt
 from jaxtrain import losses
 from jaxtrain.recipes.finetuning.losses import reward_metrics
-from jaxtrain.recipes.finetuning.model import FineTunedModel
+from jaxtrain.recipes.finetuning.trained_decoder import FineTunedModel
 from jaxtrain.run import row_weights
 
 

@@ -22,11 +22,11 @@ from jaxtrain.models import (
     read_json,
     save_adapters,
 )
-from jaxtrain.recipes.finetuning.decoder import Decoder, check_decoder
 from jaxtrain.recipes.finetuning.example_rows import HeadRows
+from jaxtrain.recipes.finetuning.finetuning_settings import FineTuneSettings
 from jaxtrain.recipes.finetuning.head_losses import classification_loss, reward_loss, rewards, weights
-from jaxtrain.recipes.finetuning.model import FineTunedModel
-from jaxtrain.recipes.finetuning.settings import FineTuneSettings
+from jaxtrain.recipes.finetuning.pretrained_decoder import Decoder, check_decoder
+from jaxtrain.recipes.finetuning.trained_decoder import FineTunedModel
 from jaxtrain.recipes.finetuning.zoo_decoder import ZooDecoder
 from jaxtrain.run import Input, Signature
 

@@ -10,7 +10,7 @@ from jaxtrain.data.finetuning import ModelTokenizer
 from jaxtrain.recipes.finetuning.answer_scores import INSTALL, answer_scores, has_rouge
 from jaxtrain.recipes.finetuning.answers import Question, answer, end_token, questions
 from jaxtrain.recipes.finetuning.example_rows import FineTuningRows
-from jaxtrain.recipes.finetuning.model import FineTunedModel
+from jaxtrain.recipes.finetuning.trained_decoder import FineTunedModel
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 import jaxtrain as jt
 from jaxtrain import losses
-from jaxtrain.recipes.finetuning.model import FineTunedModel
+from jaxtrain.recipes.finetuning.trained_decoder import FineTunedModel
 
 
 def supervised_loss(

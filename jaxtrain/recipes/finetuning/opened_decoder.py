@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from jaxtrain.models import CONFIG, FAMILIES, read_json
-from jaxtrain.recipes.finetuning.decoder import Decoder
 from jaxtrain.recipes.finetuning.imported_decoder import ImportedDecoder
+from jaxtrain.recipes.finetuning.pretrained_decoder import Decoder
 from jaxtrain.recipes.finetuning.zoo_decoder import ZooDecoder
 
 

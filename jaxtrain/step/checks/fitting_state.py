@@ -102,4 +102,7 @@ def _require_scales(parts: StepParts, state: TrainState) -> None:
 
 
 def _loss_scale_name(loss_scale: Any) -> str:
-    return f"a loss scale ({type(loss_scale).__name__})" if jax.tree.leaves(loss_scale) else "no loss scale"
+    if not jax.tree.leaves(loss_scale):
+        return "no loss scale"
+    has_blocks = getattr(loss_scale, "blocks", None) is not None
+    return "loss scales by layer" if has_blocks else f"a loss scale ({type(loss_scale).__name__})"

@@ -3,7 +3,6 @@
 Each is a function `(parts, state, micro_batches, k) -> Gradient`, `StepParts.window`; `streaming` has the window in the
 state, and takes its micro-batches one by one.
 
-mesh       on a mesh: sums of each group of rows, added once
-stages     micro-batches that pass through the stages of a pipeline
-streaming  micro-batches that arrive one by one
+mesh_window  on a mesh: sums of each group of rows, added once
+streaming    micro-batches that arrive one by one
 """

@@ -11,15 +11,15 @@ from jax import lax
 from jaxtrain.errors import UserError
 from jaxtrain.program.internals import readable_equations
 from jaxtrain.step.accumulate import Window, add_micro_batch, mean_gradient, micro_batch_count
-from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.checks.fitting_state import require_fitting
 from jaxtrain.step.gradient import Gradient
-from jaxtrain.step.initial import empty_window
-from jaxtrain.step.learning_rate import used_learning_rate
-from jaxtrain.step.metrics import Metrics, update_metrics, weighted_means
+from jaxtrain.step.initial_state import empty_window
 from jaxtrain.step.parts import StepParts
 from jaxtrain.step.state import TrainState, applied_updates, require_state
 from jaxtrain.step.step import micro_gradient, update, window_step
+from jaxtrain.step.update.float32_arithmetic import widen
+from jaxtrain.step.update.learning_rate import used_learning_rate
+from jaxtrain.step.update.update_metrics import Metrics, update_metrics, weighted_means
 
 Close = Callable[[TrainState], tuple[TrainState, Metrics]]
 

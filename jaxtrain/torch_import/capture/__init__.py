@@ -1,42 +1,24 @@
 """PyTorch's module to a `Graph`: the only part of `jaxtrain.torch_import` that imports PyTorch.
 
-structure  the module without its weights
-copying    copies whose functions refer to the copy
-placing    where each tensor that a module reads comes from
-tracing    how `torch.export` traces
-replaced   attributes of other packages that are replaced for a while
-functions  functions that are traced in another form
-gradients  gradients inside forward
-lifted     constants of the passes of autograd.Function
-packed     packed sequences, which stay padded
-finite     checks for finite numbers
-known_values  tensors computed from constants
-questions  values that forward reads, answered as for the example
-symbolic   arithmetic on numbers that are read from tensors
-bincount   histograms with a fixed number of bins
-selections numbers of rows that depend on values
-in_float64 code that asks for float32, in float64
-attributes what forward assigns besides buffers
-carried    attributes that are carried from call to call
-numbers    Python numbers that depend on tensors
-export     the capture
-agreement  the captured program beside the module itself
-eager      programs that PyTorch evaluates
-reached    what a module reaches besides its parts
-restored   a module that is left as it was found
-no_grad    regions without gradient
-autocast   conversions to float32 and regions without autocast
-pretrained models of transformers in folders
-causal_lm  language models in folders, without their weights
-own_module  the user's module itself, used and set back
-packed_rows  how such models take rows of several examples
-convert    PyTorch's graph to ours
-origins    where operations come from
+torch_export         the capture
+tracing              how `torch.export` traces
+traceable_functions  functions that are traced in another form
+replaced             attributes of other packages that are replaced for a while
+module               the user's module: its structure, its copies, what its calls change
+values               numbers, conditions and sizes that depend on values
+gradients            gradients inside forward, functions with gradients of their own
+autocast_regions     conversions to float32 and regions without autocast
+in_float64           code that asks for float32, in float64
+packed               packed sequences, which stay padded
+folders              models of transformers in folders
+convert              PyTorch's graph to ours
+origins              where operations come from
+eager                programs that PyTorch evaluates
+agreement            the captured program beside the module itself
 """
 
 from jaxtrain.torch_import.capture.agreement import Beside, example_tensors
-from jaxtrain.torch_import.capture.carried import CarriedError, started
-from jaxtrain.torch_import.capture.causal_lm import (
+from jaxtrain.torch_import.capture.folders.empty_causal_lm import (
     adaptable_weights,
     empty_causal_lm,
     logits_of,
@@ -44,11 +26,10 @@ from jaxtrain.torch_import.capture.causal_lm import (
     token_embeddings,
     write_causal_lm,
 )
-from jaxtrain.torch_import.capture.export import capture
-from jaxtrain.torch_import.capture.packed_rows import packed_call, plain_call
-from jaxtrain.torch_import.capture.pretrained import pretrained
-from jaxtrain.torch_import.capture.questions import Example
-from jaxtrain.torch_import.capture.structure import (
+from jaxtrain.torch_import.capture.folders.folder_model import pretrained
+from jaxtrain.torch_import.capture.folders.packed_rows import packed_call, plain_call
+from jaxtrain.torch_import.capture.module.carried import CarriedError, started
+from jaxtrain.torch_import.capture.module.structure import (
     Structure,
     as_array,
     as_arrays,
@@ -61,6 +42,8 @@ from jaxtrain.torch_import.capture.structure import (
     shape_of,
     structure_of,
 )
+from jaxtrain.torch_import.capture.torch_export import capture
+from jaxtrain.torch_import.capture.values.questions import Example
 
 __all__ = [
     "Beside",

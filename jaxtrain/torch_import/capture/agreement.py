@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from jaxtrain.torch_import.capture.carried import CARRYING, Attribute, started
 from jaxtrain.torch_import.capture.convert import Leaf
-from jaxtrain.torch_import.capture.custom_gradients import Call
 from jaxtrain.torch_import.capture.eager import evaluated
-from jaxtrain.torch_import.capture.questions import Question
-from jaxtrain.torch_import.capture.reached import (
+from jaxtrain.torch_import.capture.gradients.custom_gradients import Call
+from jaxtrain.torch_import.capture.module.carried import CARRYING, Attribute, started
+from jaxtrain.torch_import.capture.module.reached import (
     GLOBAL,
     Generator,
     GlobalGenerator,
@@ -32,10 +31,11 @@ from jaxtrain.torch_import.capture.reached import (
     reached_by,
     same_state,
 )
+from jaxtrain.torch_import.capture.module.restored import memory_of, restored
+from jaxtrain.torch_import.capture.module.structure import captured_dtype
 from jaxtrain.torch_import.capture.replaced import replaced
-from jaxtrain.torch_import.capture.restored import memory_of, restored
-from jaxtrain.torch_import.capture.structure import captured_dtype
 from jaxtrain.torch_import.capture.tracing import hidden, quiet
+from jaxtrain.torch_import.capture.values.questions import Question
 from jaxtrain.torch_import.graph import GRADIENT, Spec
 from jaxtrain.torch_import.refusals import first_line, refusal, source_line
 from jaxtrain.torch_internals import TorchDispatchMode

@@ -9,13 +9,13 @@ import torch
 
 from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.capture import known_values
-from jaxtrain.torch_import.capture.autocast import MARKS, unmarked
-from jaxtrain.torch_import.capture.lifted import Function
+from jaxtrain.torch_import.capture.autocast_regions import MARKS, unmarked
+from jaxtrain.torch_import.capture.gradients.lifted import Function
+from jaxtrain.torch_import.capture.module.structure import dtype_name
 from jaxtrain.torch_import.capture.origins import origins_of
-from jaxtrain.torch_import.capture.questions import Question
-from jaxtrain.torch_import.capture.structure import dtype_name
-from jaxtrain.torch_import.capture.symbolic import OF_NUMBERS
+from jaxtrain.torch_import.capture.values import known_values
+from jaxtrain.torch_import.capture.values.questions import Question
+from jaxtrain.torch_import.capture.values.symbolic import OF_NUMBERS
 from jaxtrain.torch_import.graph import (
     CUSTOM,
     GETITEM,
@@ -29,9 +29,9 @@ from jaxtrain.torch_import.graph import (
     Ref,
     Spec,
 )
-from jaxtrain.torch_import.layers import mapped
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal, source_line
+from jaxtrain.torch_import.rewrites.layers import mapped
 from jaxtrain.torch_import.selected_rows import PLACES
 from jaxtrain.torch_internals import (
     ELEMENTWISE_TYPE_PROMOTION_KIND,

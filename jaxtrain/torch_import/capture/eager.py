@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from jaxtrain.torch_import.capture.custom_gradients import Call
-from jaxtrain.torch_import.capture.functions import ctc_loss_of_tensors
+from jaxtrain.torch_import.capture.gradients.custom_gradients import Call
 from jaxtrain.torch_import.capture.packed import rnn_of_padded
+from jaxtrain.torch_import.capture.traceable_functions import ctc_loss_of_tensors
 from jaxtrain.torch_import.graph import CUSTOM, GRADIENT
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_internals import FakeTensor, OpOverload, pytree

@@ -16,16 +16,16 @@ import torch
 import torch.utils.checkpoint
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.capture.bincount import BINCOUNT
-from jaxtrain.torch_import.capture.extremes import EXTREMES
-from jaxtrain.torch_import.capture.finite import AssumedFinite
-from jaxtrain.torch_import.capture.functions import FUNCTIONS
-from jaxtrain.torch_import.capture.known_values import KNOWN_VALUES
-from jaxtrain.torch_import.capture.questions import QUESTIONS
-from jaxtrain.torch_import.capture.reached import GLOBAL, is_library, same_state
+from jaxtrain.torch_import.capture.module.reached import GLOBAL, is_library, same_state
 from jaxtrain.torch_import.capture.replaced import replaced
-from jaxtrain.torch_import.capture.selections import SELECTIONS
-from jaxtrain.torch_import.capture.unique import UNIQUE
+from jaxtrain.torch_import.capture.traceable_functions import FUNCTIONS
+from jaxtrain.torch_import.capture.values.bincount import BINCOUNT
+from jaxtrain.torch_import.capture.values.extremes import EXTREMES
+from jaxtrain.torch_import.capture.values.finite import AssumedFinite
+from jaxtrain.torch_import.capture.values.known_values import KNOWN_VALUES
+from jaxtrain.torch_import.capture.values.questions import QUESTIONS
+from jaxtrain.torch_import.capture.values.row_selections import SELECTIONS
+from jaxtrain.torch_import.capture.values.unique import UNIQUE
 from jaxtrain.torch_import.refusals import is_internal, refusal, source_line
 from jaxtrain.torch_internals import export_trace
 

@@ -2,34 +2,33 @@
 
 from jaxtrain.torch_import.ops import (
     assumed,
-    attention,
-    convolution,
     create,
-    ctc,
-    decomposition,
     elementwise,
     fft,
     index,
     int64,
-    linalg,
+    random,
+    reduce,
+    scatter,
+    shape,
+    sort,
+    special,
+)
+from jaxtrain.torch_import.ops.matrices import decomposition, linalg, product, solve
+from jaxtrain.torch_import.ops.network import (
+    attention,
+    convolution,
+    ctc,
     loss,
     max_pool,
     norm,
     pool,
-    product,
-    random,
     recurrent,
-    reduce,
     resample,
     sampling,
-    scatter,
-    shape,
-    solve,
-    sort,
-    special,
 )
-from jaxtrain.torch_import.ops.registry import RANDOM as RANDOM
-from jaxtrain.torch_import.ops.registry import TABLE as TABLE
+from jaxtrain.torch_import.ops.table import RANDOM as RANDOM
+from jaxtrain.torch_import.ops.table import TABLE as TABLE
 
 __all__ = [
     "assumed",

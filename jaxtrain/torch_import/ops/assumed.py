@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.torch_import.ops.registry import op
+from jaxtrain.torch_import.ops.table import op
 from jaxtrain.torch_import.refusals import refusal
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.passes import in_float32
-from jaxtrain.torch_import.ops.registry import op, ops
+from jaxtrain.torch_import.ops.table import op, ops
 
 op("leaf.default", library="jaxtrain")(jax.lax.stop_gradient)
 

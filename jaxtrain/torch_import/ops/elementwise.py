@@ -17,7 +17,7 @@ from jax.scipy import special
 
 from jaxtrain.losses import subgradients
 from jaxtrain.torch_import.ops import ties
-from jaxtrain.torch_import.ops.registry import as_kernel, broadcast, in_opmath, op, ops
+from jaxtrain.torch_import.ops.table import as_kernel, broadcast, in_opmath, op, ops
 
 ops(
     {
@@ -514,5 +514,5 @@ def entr(x: jax.Array) -> jax.Array:
 
 @op("kept.default", library="jaxtrain")
 def kept(x: jax.Array) -> jax.Array:
-    """The same numbers, which XLA does not combine with what follows (`jaxtrain.torch_import.kept_roundings`)."""
+    """The same numbers, which XLA does not combine with what follows (`rewrites.kept_roundings`)."""
     return lax.optimization_barrier(x)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.torch_import.ops.registry import op
+from jaxtrain.torch_import.ops.table import op
 
 for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft", "fft2", "ifft2", "rfft2", "irfft2"):
     op(f"fft_{_name}.default")(getattr(jnp.fft, _name))

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.torch_import.ops.registry import op, ops
 from jaxtrain.torch_import.ops.shape import at_slice
+from jaxtrain.torch_import.ops.table import op, ops
 
 Index = Sequence[jax.Array | None]
 

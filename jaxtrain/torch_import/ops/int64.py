@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.torch_import.ops.registry import TABLE, op
+from jaxtrain.torch_import.ops.table import TABLE, op
 
 INT64 = "jaxtrain.int64.default"
 """An operation of the table on integers that may be beyond int32, or on float64. Its first argument is the overload,

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.models.dropout import dropout as drop
-from jaxtrain.torch_import.ops.registry import op
+from jaxtrain.models.layers.dropout import dropout as drop
+from jaxtrain.torch_import.ops.table import op
 
 
 def _drops(x: Any, p: float, train: bool | None) -> bool:

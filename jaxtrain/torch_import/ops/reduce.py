@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.losses import subgradients
-from jaxtrain.torch_import.ops.registry import in_opmath, of_vectors, op, ops
+from jaxtrain.torch_import.ops.table import in_opmath, of_vectors, op, ops
 
 Dims = int | Sequence[int] | None
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.passes import widen
-from jaxtrain.torch_import.ops.registry import op, with_gradient
+from jaxtrain.torch_import.ops.table import op, with_gradient
 
 _SUM, _MEAN, _MAX = range(3)
 

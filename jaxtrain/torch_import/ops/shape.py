@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtrain.torch_import.ops.registry import op, ops
+from jaxtrain.torch_import.ops.table import op, ops
 
 _END = 2**62
 """Ends of slices beyond this mean the end of the axis."""

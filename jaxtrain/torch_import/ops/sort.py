@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.torch_import.ops.registry import of_vectors, op, with_gradient
+from jaxtrain.torch_import.ops.table import of_vectors, op, with_gradient
 
 
 @op("sort.default", "sort.stable")

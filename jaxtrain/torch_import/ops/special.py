@@ -11,7 +11,7 @@ from jax import lax
 from jax.scipy import special
 
 from jaxtrain.losses import subgradients
-from jaxtrain.torch_import.ops.registry import in_opmath, op, ops, with_gradient
+from jaxtrain.torch_import.ops.table import in_opmath, op, ops, with_gradient
 
 Recurrence = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 """From (k, x, the polynomial of degree k - 1, that of degree k) to that of degree k + 1."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtrain.torch_import.source.expressions import Expr
-from jaxtrain.torch_import.source.formatting import WIDTH
 from jaxtrain.torch_import.source.pytorch_code import Statement
+from jaxtrain.torch_import.source.ruff_format import WIDTH
 
 Resolve = Callable[[str], Expr]
 _RESHAPED = frozenset(

@@ -6,12 +6,12 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from jaxtrain.torch_import.graph import Graph, Node, Ref, dtype_of, references
-from jaxtrain.torch_import.layers import mapped
-from jaxtrain.torch_import.source.blocks import Block, tree_of
+from jaxtrain.torch_import.rewrites.layers import mapped
 from jaxtrain.torch_import.source.body import Body, Item, Resolve
+from jaxtrain.torch_import.source.call_tree import Block, tree_of
+from jaxtrain.torch_import.source.class_functions import Module
 from jaxtrain.torch_import.source.expressions import Expr, call
-from jaxtrain.torch_import.source.functions import Module
-from jaxtrain.torch_import.source.names import identifier, snake_case
+from jaxtrain.torch_import.source.identifiers import identifier, snake_case
 from jaxtrain.torch_import.source.pytorch_code import file_of
 from jaxtrain.torch_import.source.scope import Scope, own
 

@@ -29,14 +29,14 @@ from jaxtrain.torch_import.interpret import pytorchs_promotion
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.ops.int64 import rounds
 from jaxtrain.torch_import.refusals import refusal
-from jaxtrain.torch_import.source.blocks import Origins, specs_of
+from jaxtrain.torch_import.source.call_tree import Origins, specs_of
+from jaxtrain.torch_import.source.class_functions import Module, Special
 from jaxtrain.torch_import.source.compare import fingerprint
 from jaxtrain.torch_import.source.constants import inline
 from jaxtrain.torch_import.source.custom import custom_item, with_own_names
 from jaxtrain.torch_import.source.expressions import Expr, literal
 from jaxtrain.torch_import.source.file import LOADING, file_of
-from jaxtrain.torch_import.source.functions import Module, Special
-from jaxtrain.torch_import.source.loops import loop_item
+from jaxtrain.torch_import.source.layer_loops import loop_item
 from jaxtrain.torch_import.source.signatures import Functions
 from jaxtrain.torch_import.source.writing import Writing
 
@@ -64,7 +64,7 @@ class Pass(NamedTuple):
 def source_of(
     name: str,
     train: Pass,
-    evaluation: Pass,
+    evaluation: Pass | None,
     *,
     model: Model,
     batch: Any,
@@ -77,7 +77,7 @@ def source_of(
     Args:
       name: Name of the module's class.
       train: The pass in training mode.
-      evaluation: The pass in evaluation mode.
+      evaluation: The pass in evaluation mode; None writes the other one alone.
       model: What the file shall compute: the two passes.
       batch: Shapes of a batch.
       classes: Classes of the modules by path.
@@ -89,15 +89,17 @@ def source_of(
         what the model does.
     """
     _check(train)
-    _check(evaluation)
+    if evaluation is not None:
+        _check(evaluation)
     params, state = (_shapes(train.graph, kind) for kind in ("param", "state"))
     writer = _Writer(name, classes, ops, batch, frozenset(train.graph.state), stacks)
-    wanted = [_program(model, params, state or None, batch, train=flag) for flag in (True, False)]
-    for both in ((train, None), (train, evaluation)):
-        text = writer.file(*both)
-        buffers = {**train.buffers, **evaluation.buffers}
+    modes = (True,) if evaluation is None else (True, False)
+    wanted = [_program(model, params, state or None, batch, train=flag) for flag in modes]
+    buffers = {**train.buffers, **(evaluation.buffers if evaluation else {})}
+    for other in (None, evaluation):
+        text = writer.file(train, other)
         used = {key: buffers[key] for key in sorted(writer.large)} if "BUFFERS" in text else {}
-        found = _programs(loaded(text, used), params, state or None, batch)
+        found = _programs(loaded(text, used), params, state or None, batch)[: len(wanted)]
         if found == wanted:
             return text, used
         if found[0] != wanted[0]:

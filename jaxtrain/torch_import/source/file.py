@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxtrain.interop import LAYER, TorchParam
 from jaxtrain.torch_import.source import runtime
-from jaxtrain.torch_import.source.formatting import formatted
+from jaxtrain.torch_import.source.ruff_format import formatted
 
 LOADING = 'BUFFERS = load_file(Path(__file__).with_name("buffers.safetensors"))'
 _MODULES = {"jax": "jax", "jax.numpy as jnp": "jnp", "jaxtrain as jt": "jt", "numpy as np": "np"}

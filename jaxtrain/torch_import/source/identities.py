@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxtrain.torch_import.graph import Graph, Node, Ref, Spec
-from jaxtrain.torch_import.layers import mapped
+from jaxtrain.torch_import.rewrites.layers import mapped
 
 _NEUTRAL = {"aten.add.Tensor": 0, "aten.sub.Tensor": 0, "aten.mul.Tensor": 1, "aten.div.Tensor": 1}
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxtrain.torch_import.source.expressions import Expr, call
-from jaxtrain.torch_import.source.names import relative_to
+from jaxtrain.torch_import.source.identifiers import relative_to
 
 
 class Scope(NamedTuple):

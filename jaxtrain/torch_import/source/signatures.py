@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxtrain.torch_import.graph import Spec, dtype_of
-from jaxtrain.torch_import.source.formatting import WIDTH
+from jaxtrain.torch_import.source.ruff_format import WIDTH
 
 
 class Function(NamedTuple):

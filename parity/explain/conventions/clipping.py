@@ -37,7 +37,7 @@ CLIPPING: tuple[ClippingConvention, ...] = (
         lambda g, bound: jax.tree.map(lambda x: clip_grad_norm(x, bound)[0], g),
     ),
     ClippingConvention("clipping is by value", "by the norm", clip_grad_value),
-    ClippingConvention("gradients are not clipped", "jaxtrain.step.clip.clip_grad_norm", lambda g, bound: g),
+    ClippingConvention("gradients are not clipped", "jaxtrain.step.update.clip.clip_grad_norm", lambda g, bound: g),
     ClippingConvention("factor may be over 1", "min(1, …)", _always),
     ClippingConvention(
         "bound is for the norm's square", "bound / norm", lambda g, bound: clip_grad_norm(g, math.sqrt(bound))[0]

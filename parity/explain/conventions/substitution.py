@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from jaxtrain.torch_internals import DisableTorchFunction
-from parity.explain.conventions.operations import OperationConvention
+from parity.explain.conventions.torch_functions import OperationConvention
 from parity.sides.calls import Arguments, bound, called
 
 LOSS = "loss"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import torch
 from torch import Tensor, optim
 
-from jaxtrain.optim import SIGNED, UNSIGNED, Blockwise, adamw8bit, blockwise, eight_bit
+from jaxtrain.optim import SIGNED, UNSIGNED, Blockwise, adamw8bit, blockwise_quantization, eight_bit
 from parity.mutate.mutant import Mutant, Patch, patched
 from tests.parity.mutants.optimizers import LR, trained
 
@@ -69,7 +69,7 @@ def mutant(name: str, patch: Patch) -> Mutant:
 MUTANTS = [
     mutant("8bit-map-is-linear", linear),
     mutant("8bit-second-moment-by-the-signed-map", lambda: mock.patch.dict(eight_bit._ADAM, nu=SIGNED)),
-    mutant("8bit-blocks-of-16", lambda: mock.patch.object(blockwise, "BLOCK", 16)),
+    mutant("8bit-blocks-of-16", lambda: mock.patch.object(blockwise_quantization, "BLOCK", 16)),
     mutant("8bit-magnitudes-not-updated", patched(eight_bit._maxima, lambda order, moment, x: moment.absmax)),
     mutant(
         "8bit-magnitudes-of-the-last-update",

@@ -16,10 +16,9 @@ from torch.nn import GELU, Linear, Module, Sequential
 import jaxtrain
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
 from jaxtrain.passes import Policy
-from jaxtrain.passes.fp8 import delayed_scales, quantized_kernel, scaled_product
+from jaxtrain.passes.fp8 import delayed_scales, fp8_product, quantized_kernel, scaled_product
 from jaxtrain.passes.fp8 import kernels as fp8_kernels
 from jaxtrain.passes.fp8 import operands as fp8_operands
-from jaxtrain.passes.fp8 import product as fp8_product
 from jaxtrain.passes.fp8 import scales as fp8_scales
 from jaxtrain.passes.fp8.scales import E4M3, Quantized
 from jaxtrain.step import step

@@ -1,0 +1,123 @@
+"""`jaxtrain port SCRIPT`: a PyTorch training script, unmodified, as a recipe that is proved to be the same run."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import UserError
+from jaxtrain.fields import Count, field_errors
+from jaxtrain.flags import parse
+
+COMMAND = "jaxtrain port [--updates N] [--out DIR] SCRIPT [the script's own arguments]"
+
+
+@dataclass(frozen=True)
+class Port:
+    """Record a PyTorch training script, write it as a recipe, and prove that both are the same run.
+
+    The script runs as by `python SCRIPT` for a few updates, then it is stopped. All that follows its name is its own.
+    """
+
+    updates: Count = 20
+    """Number of updates that are recorded and proved."""
+    out: Path = Path("port")
+    """Folder of the files; it must be empty or new."""
+
+
+def main(args: list[str]) -> int:
+    """Record, understand, write, prove; print what was found."""
+    flags, script, own = _split(args)
+    options = parse(Port(), flags, COMMAND.removesuffix(" SCRIPT [the script's own arguments]"))
+    if errors := field_errors(options):
+        raise UserError(errors[0])
+    if script is None:
+        raise UserError(f"a script is required: {COMMAND}")
+    path = Path(script)
+    if not path.is_file():
+        raise UserError(f"{script} does not exist: {COMMAND}")
+    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
+        raise UserError(f"{options.out} exists and is not empty: choose another folder with --out")
+    return _port(options, path, own)
+
+
+def _split(args: list[str]) -> tuple[list[str], str | None, list[str]]:
+    """Split arguments into the command's flags, the script, and the script's own arguments."""
+    i = 0
+    while i < len(args) and args[i].startswith("-"):
+        i += 1 if "=" in args[i] or args[i] in ("-h", "--help") else 2
+    return args[:i], args[i] if i < len(args) else None, args[i + 1 :]
+
+
+def _port(options: Port, script: Path, args: Sequence[str]) -> int:
+    """Record, understand, write and prove."""
+    from jaxtrain.port.data import keep_loaders
+    from jaxtrain.port.rerun import check_rerun
+    from jaxtrain.port.script import record
+    from jaxtrain.port.understand import understood
+    from jaxtrain.port.write import ported, write
+    from parity.ported import prove  # parity is above jaxtrain, for those who have it
+
+    _say("recording", f"{script}, {options.updates} updates; what it prints follows")
+    recording = record(script, args, options.updates)
+    keep_loaders(script, args, [found.loader for found in recording.loaders])
+    training = understood(recording)
+    for name, text in _found(training):
+        _say(name, text)
+    check_rerun(training)
+    _say("rerun", "losses, gradients and parameters again from the recorded calls: the bits of the script")
+    result = ported(training)
+    options.out.resolve().parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".port-", dir=options.out.resolve().parent))
+    try:
+        written = write(result, script, args, folder)
+        proof = prove(result, folder, script.stem)
+        written.append(folder / "proof.html")
+        if options.out.exists():
+            options.out.rmdir()
+        os.replace(folder, options.out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    for name, text in zip(["proof", *[""] * len(proof.lines)], proof.lines, strict=False):
+        _say(name, text)
+    _say("wrote", "  ".join(str(options.out / file.name) for file in written))
+    run = f"{options.out / 'run.py'}::Run"
+    _say("next", f"jaxtrain train {run}        jaxtrain plan {run} --device h100")
+    return 0 if proof.passed else 1
+
+
+def _say(name: str, text: str) -> None:
+    print(f"{name:<10} {text}", flush=True)
+
+
+def _found(training: Any) -> Iterator[tuple[str, str]]:
+    """Yield what was found, as (name, line)."""
+    backward, _ = training.programs[0]
+    count = sum(p.numel() for p in training.parameters().values())
+    updates, shapes = len(training.recording.updates), len(training.programs)
+    calls = f"{len(backward.program.calls)} calls of functions and modules"
+    yield (
+        "recorded",
+        f"{updates} updates: one program of {calls}, {count:,} parameters; {shapes} batch shape{'s' * (shapes > 1)}",
+    )
+    optimizer = training.optimizer
+    parts = [
+        *(type(part).__name__ for part in training.modules.values()),
+        f"{type(optimizer).__name__} lr {training.recording.updates[0].settings[0]['lr']:g}",
+        *(
+            []
+            if training.scheduler is None
+            else [f"{type(training.scheduler).__name__} by {'epoch' if training.is_by_epoch else 'update'}"]
+        ),
+        *([f"autocast {str(training.autocast).removeprefix('torch.')}"] if training.autocast else []),
+        *(["GradScaler"] if training.is_scaled else []),
+        *([f"accumulate {training.accumulate}"] if training.accumulate > 1 else []),
+        *([f"{training.clip.function.strip('_')} {training.clip.bound:g}"] if training.clip else []),
+    ]
+    yield "found", " · ".join(parts)
+    reads = dict.fromkeys(line for update in training.recording.updates for b in update.backwards for line in b.reads)
+    for line in reads:
+        yield "seen", f"a value of a tensor is read ({Path(line.file).name}:{line.number}); no update depends on it"

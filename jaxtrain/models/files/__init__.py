@@ -1,0 +1,1 @@
+"""Models in files: folders in Hugging Face layout, read and written."""

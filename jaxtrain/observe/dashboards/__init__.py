@@ -1,0 +1,1 @@
+"""Other programs that show a run: TensorBoard, Weights & Biases, MLflow."""

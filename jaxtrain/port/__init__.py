@@ -1,0 +1,64 @@
+"""A PyTorch training script, unmodified, as a recipe: `jaxtrain port SCRIPT`.
+
+script      runs the script and records its updates
+recorder    records the calls between a batch and `backward`
+calls       these calls, and the program of a loss
+short_passes  passes over DataLoaders that show how an epoch ends
+recording   what a recording contains
+understand  what the script is: program, optimizer, window, schedule; or a refusal with its line
+replay      a recorded program as a module
+rerun       the recorded updates again, to the bit
+write       the recipe and the model as files
+data        the script's own DataLoader, for the recipe
+
+Only this file and `data` are imported by the files that are written; the others need PyTorch.
+"""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.port.data import ScriptRows, script_loader
+from jaxtrain.torch_import import pytorchs_promotion
+from jaxtrain.user_file import import_file
+
+__all__ = [
+    "ScriptRows",
+    "arrays",
+    "data",
+    "model",
+    "rerun",
+    "script",
+    "script_loader",
+    "understand",
+    "write",
+]
+
+
+def arrays(path: Path) -> dict[str, Any]:
+    """Return the arrays of a safetensors file, by name.
+
+    Args:
+      path: The file.
+    """
+    from safetensors.flax import load_file
+
+    found: dict[str, Any] = load_file(path)
+    return found
+
+
+def model(path: Path) -> Callable[..., Any]:
+    """Return the function `model` of a file beside a recipe, with PyTorch's broadcasting and promotion.
+
+    Args:
+      path: The file.
+    """
+    function = import_file(path).model
+
+    @functools.wraps(function)
+    def promoted(*args: Any, **kwargs: Any) -> Any:
+        with pytorchs_promotion():
+            return function(*args, **kwargs)
+
+    return promoted

@@ -1,0 +1,150 @@
+"""What a script computes between a batch and `backward`: calls of PyTorch's functions and of modules, in order.
+
+The calls are those of the script itself. What a module or a function of PyTorch calls in turn is part of that call.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from jaxtrain.torch_import import Line
+
+Step = tuple[str, Any]
+"""A step into a structure: ("item", key) or ("attribute", name)."""
+
+
+class Value(NamedTuple):
+    """A tensor of a recording, by number."""
+
+    number: int
+
+
+class Ambient(NamedTuple):
+    """What decides how PyTorch computes a call, besides its arguments.
+
+    Attributes:
+      grad: Whether gradients are recorded.
+      autocast: The dtype and the device type of the autocast region around the call; None outside.
+    """
+
+    grad: bool
+    autocast: tuple[torch.dtype, str] | None
+
+
+class Call(NamedTuple):
+    """One call.
+
+    Attributes:
+      function: The function, or the module.
+      args: Its positional arguments, with `Value` in place of tensors.
+      kwargs: Its keyword arguments, likewise.
+      results: The tensors of its result that were not known before, and where they are in it.
+      writes: The tensors that it changes in place.
+      ambient: What it is computed under.
+      line: The innermost line of the script that is executed.
+      random: State of PyTorch's generator before the call; None for one that draws nothing.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[tuple[tuple[Step, ...], Value], ...]
+    writes: tuple[Value, ...]
+    ambient: Ambient
+    line: Line
+    random: torch.Tensor | None
+
+    def reads(self) -> Iterator[Value]:
+        """Yield the tensors among the arguments."""
+        yield from values_in((self.args, self.kwargs))
+
+
+class Program(NamedTuple):
+    """The calls that a loss depends on.
+
+    Attributes:
+      calls: The calls, in their order.
+      loss: The tensor that `backward` was called on.
+      roots: The tensors that the calls read and none of them made.
+    """
+
+    calls: tuple[Call, ...]
+    loss: Value
+    roots: tuple[Value, ...]
+
+
+def values_in(argument: Any) -> Iterator[Value]:
+    """Yield the tensors in an argument."""
+    if isinstance(argument, Value):
+        yield argument
+    elif isinstance(argument, Mapping):
+        yield from values_in(tuple(argument.values()))
+    elif isinstance(argument, slice):
+        yield from values_in((argument.start, argument.stop, argument.step))
+    elif isinstance(argument, tuple | list):
+        for item in argument:
+            yield from values_in(item)
+
+
+def with_values(argument: Any, of: Callable[[torch.Tensor], Value]) -> Any:
+    """Return an argument with `of(tensor)` in place of each tensor; named tuples are tuples."""
+    if isinstance(argument, torch.Tensor):
+        return of(argument)
+    if isinstance(argument, slice):
+        return slice(*(with_values(x, of) for x in (argument.start, argument.stop, argument.step)))
+    if isinstance(argument, tuple | list):
+        items = [with_values(item, of) for item in argument]
+        return items if isinstance(argument, list) else tuple(items)
+    if isinstance(argument, Mapping):
+        return {key: with_values(item, of) for key, item in argument.items()}
+    return argument
+
+
+def tensors_in(result: Any, path: tuple[Step, ...] = ()) -> Iterator[tuple[tuple[Step, ...], torch.Tensor]]:
+    """Yield the tensors of a result, in containers and in attributes, with their places."""
+    if isinstance(result, torch.Tensor):
+        yield path, result
+    elif isinstance(result, Mapping):
+        for key, item in result.items():
+            yield from tensors_in(item, (*path, ("item", key)))
+    elif isinstance(result, tuple | list):
+        for i, item in enumerate(result):
+            yield from tensors_in(item, (*path, ("item", i)))
+    elif hasattr(result, "__dict__") and not isinstance(result, type | torch.nn.Module) and len(path) < _DEPTH:
+        for name, item in vars(result).items():
+            yield from tensors_in(item, (*path, ("attribute", name)))
+
+
+_DEPTH = 3
+"""Levels of a result that are searched for tensors in attributes."""
+
+
+def at(result: Any, path: Sequence[Step]) -> Any:
+    """Return what is at a place of a result."""
+    for kind, key in path:
+        result = result[key] if kind == "item" else getattr(result, key)
+    return result
+
+
+def needed(calls: Sequence[Call], loss: Value, storage: Callable[[Value], int]) -> Program:
+    """Return the program of a loss: the calls that it depends on.
+
+    Args:
+      calls: The calls in their order.
+      loss: The tensor that `backward` was called on.
+      storage: From a tensor to the memory that it is in: a call that changes that of a needed tensor is needed.
+    """
+    wanted, memory, kept = {loss}, {storage(loss)}, list[Call]()
+    for call in reversed(calls):
+        made = {value for _, value in call.results}
+        if not made.isdisjoint(wanted) or any(storage(value) in memory for value in call.writes):
+            kept.append(call)
+            wanted.update(call.reads())
+            memory.update(map(storage, call.reads()))
+    kept.reverse()
+    made = {value for call in kept for _, value in call.results}
+    read = dict.fromkeys(value for call in kept for value in call.reads())
+    if loss not in made:
+        read[loss] = None
+    return Program(tuple(kept), loss, tuple(value for value in read if value not in made))

@@ -1,0 +1,81 @@
+"""The training data of a ported script: its own Dataset and DataLoader, as the script makes them."""
+
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.data import RandomStates, tensor_to_numpy
+from jaxtrain.errors import UserError
+
+_MADE: dict[tuple[Path, tuple[str, ...]], list[Any]] = {}
+
+
+def script_loader(script: Path | str, args: Sequence[str], number: int) -> Any:
+    """Return a DataLoader of a PyTorch script, by running the script until it begins to train.
+
+    The script runs from where it is with its arguments, as by `python SCRIPT`, up to its first pass over that loader.
+    What it prints until then is left out.
+
+    Args:
+      script: The script.
+      args: Its arguments.
+      number: Number of the loader, in the order in which the script makes them.
+
+    Returns:
+      The `torch.utils.data.DataLoader`.
+
+    Raises:
+      UserError: The script ends before.
+    """
+    key = (Path(script).resolve(), tuple(args))
+    if key not in _MADE or len(_MADE[key]) <= number:
+        from jaxtrain.port.script import made_loaders
+
+        with contextlib.redirect_stdout(io.StringIO()):
+            keep_loaders(*key, made_loaders(key[0], args, number))
+    if len(_MADE[key]) <= number:
+        raise UserError(f"{script} ended before it read its DataLoader {number}: port the script again")
+    return _MADE[key][number]
+
+
+def keep_loaders(script: Path, args: Sequence[str], loaders: list[Any]) -> None:
+    """Keep the loaders of a script that has run in this process, so that it does not run again."""
+    _MADE[script.resolve(), tuple(args)] = loaders
+
+
+class ScriptRows:
+    """The rows of a script's DataLoader, one after another, for windows of several of its batches.
+
+    Args:
+      loader: The loader.
+      names: Names of the values of a batch that is a tuple.
+
+    Example:
+      >>> rows = ScriptRows([{"x": np.arange(2)}, {"x": np.arange(2, 4)}], ())
+      >>> [int(row["x"]) for row in rows]
+      [0, 1, 2, 3]
+    """
+
+    def __init__(self, loader: Any, names: Sequence[str]) -> None:
+        self._loader, self._names, self._epoch = loader, names, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        states = RandomStates(self._loader)
+        states.seed(0, self._epoch)
+        with states:
+            batches = iter(self._loader)
+        while True:
+            with states:
+                batch = next(batches, None)
+            if batch is None:
+                return
+            named = batch if hasattr(batch, "items") else dict(zip(self._names, batch, strict=True))
+            arrays = {name: tensor_to_numpy(x) for name, x in named.items()}
+            for row in zip(*arrays.values(), strict=True):
+                yield dict(zip(arrays, row, strict=True))

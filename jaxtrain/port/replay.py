@@ -1,0 +1,193 @@
+"""A recorded program as a module, which computes it again from its modules, its constants and a batch.
+
+Its `forward` is compiled with the file and the lines of the script, which errors and written source then name.
+"""
+
+import ast
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from jaxtrain.port.calls import Call, Program, Step, Value
+from jaxtrain.torch_import import Line
+
+CONSTANT = "constant_"
+"""Prefix of the buffers of a recorded program's own constants."""
+
+
+def recorded_module(
+    program: Program,
+    modules: Mapping[str, torch.nn.Module],
+    owned: Mapping[Value, str],
+    inputs: Mapping[Value, str],
+    constants: Mapping[Value, torch.Tensor],
+    *,
+    restore: Callable[[int], None] | None = None,
+) -> torch.nn.Module:
+    """Return a module that computes the loss of a recorded program.
+
+    Args:
+      program: The program.
+      modules: The script's modules, by the name that they have in this one.
+      owned: Names in this module of the parameters and buffers of these that are among the program's roots.
+      inputs: Names of the tensors of a batch that are: `forward` takes them as keyword arguments.
+      constants: The other roots.
+      restore: Called before each call that draws random numbers, with its place in the program. With it, calls are in
+        the autocast regions of the script; without it, the whole loss is thought to be in one, and calls that were in
+        none leave it.
+    """
+    found = _Writer(program, modules, owned, inputs, restore)
+    module = type("Script", (torch.nn.Module,), {"forward": found.forward()})()
+    for name, part in modules.items():
+        module.add_module(name, part)
+    for value, tensor in constants.items():
+        module.register_buffer(f"{CONSTANT}{value.number}", tensor, persistent=False)
+    return module
+
+
+class _Writer:
+    """Writes `forward` as a syntax tree."""
+
+    def __init__(
+        self,
+        program: Program,
+        modules: Mapping[str, torch.nn.Module],
+        owned: Mapping[Value, str],
+        inputs: Mapping[Value, str],
+        restore: Callable[[int], None] | None,
+    ) -> None:
+        self._program, self._inputs, self._restore = program, inputs, restore
+        self._paths = {id(part): name for root in modules for name, part in _named(root, modules[root])}
+        self._owned = {value: name.split(".") for value, name in owned.items()}
+        self._autocast = next((call.ambient.autocast for call in program.calls if call.ambient.autocast), None)
+        self._names: dict[str, Any] = {}
+
+    def forward(self) -> FunctionType:
+        """Return the function."""
+        body = [statement for i, call in enumerate(self._program.calls) for statement in self._statements(i, call)]
+        body.append(ast.Return(self._expression(self._program.loss)))
+        arguments = [ast.arg("self"), *(ast.arg(name) for name in self._inputs.values())]
+        empty: Any = {"posonlyargs": [], "kwonlyargs": [], "kw_defaults": [], "defaults": []}
+        function = ast.FunctionDef("forward", ast.arguments(args=arguments, **empty), body, [])
+        first = self._program.calls[0].line if self._program.calls else Line("", 1, "")
+        function.lineno = function.end_lineno = first.number
+        function.col_offset = function.end_col_offset = 0
+        tree = ast.fix_missing_locations(ast.Module([function], []))
+        exec(compile(tree, first.file or "<recorded>", "exec", dont_inherit=True), self._names)
+        made: FunctionType = self._names.pop("forward")
+        return made
+
+    def _statements(self, i: int, call: Call) -> list[ast.stmt]:
+        """Return the statements of a call, with the script's line."""
+        value: ast.expr = ast.Call(
+            self._callee(call.function),
+            [self._expression(x) for x in call.args],
+            [ast.keyword(name, self._expression(x)) for name, x in call.kwargs.items()],
+        )
+        statements: list[ast.stmt]
+        if len(call.results) == 1 and not call.results[0][0]:
+            statements = [ast.Assign([ast.Name(_name(call.results[0][1]), ast.Store())], value)]
+        else:
+            statements = [ast.Assign([ast.Name("result", ast.Store())], value)]
+            for path, made in call.results:
+                statements.append(ast.Assign([ast.Name(_name(made), ast.Store())], self._part(path)))
+        for context in self._contexts(call):
+            statements = [ast.With([ast.withitem(ast.Call(context, [], []))], statements)]
+        if self._restore is not None and call.random is not None:
+            statements.insert(0, ast.Expr(ast.Call(self._given("restore", self._restore), [ast.Constant(i)], [])))
+        for statement in statements:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.stmt | ast.expr):
+                    node.lineno = node.end_lineno = call.line.number
+                    node.col_offset = node.end_col_offset = 0
+        return statements
+
+    def _contexts(self, call: Call) -> Iterator[ast.expr]:
+        if not call.ambient.grad:
+            yield self._given("no_grad", torch.no_grad)
+        if self._restore is None:
+            if self._autocast is not None and call.ambient.autocast is None:
+                yield self._given("without_autocast", _Autocast(self._autocast, enabled=False))
+        elif call.ambient.autocast is not None:
+            yield self._given("autocast", _Autocast(call.ambient.autocast, enabled=True))
+
+    def _callee(self, function: Callable[..., Any]) -> ast.expr:
+        if id(function) in self._paths:
+            return _attribute(["self", *self._paths[id(function)].split(".")])
+        return self._given(getattr(function, "__name__", type(function).__name__).strip("_") or "function", function)
+
+    def _part(self, path: Sequence[Step]) -> ast.expr:
+        part: ast.expr = ast.Name("result", ast.Load())
+        for kind, key in path:
+            part = (
+                ast.Subscript(part, self._expression(key), ast.Load())
+                if kind == "item"
+                else ast.Attribute(part, key, ast.Load())
+            )
+        return part
+
+    def _expression(self, x: Any) -> ast.expr:
+        """Return an argument as an expression."""
+        if isinstance(x, Value):
+            if x in self._inputs:
+                return ast.Name(self._inputs[x], ast.Load())
+            if x in self._owned:
+                return _attribute(["self", *self._owned[x]])
+            if x in self._program.roots:
+                return _attribute(["self", f"{CONSTANT}{x.number}"])
+            return ast.Name(_name(x), ast.Load())
+        if isinstance(x, tuple):
+            return ast.Tuple([self._expression(item) for item in x], ast.Load())
+        if isinstance(x, list):
+            return ast.List([self._expression(item) for item in x], ast.Load())
+        if isinstance(x, dict):
+            return ast.Dict([self._expression(key) for key in x], [self._expression(item) for item in x.values()])
+        if isinstance(x, slice):
+            ends = [self._expression(end) for end in (x.start, x.stop, x.step)]
+            return ast.Call(self._given("slice", slice), ends, [])
+        if x is None or x is ... or type(x) in (bool, int, str) or (type(x) is float and x - x == 0):
+            return ast.Constant(x)
+        return self._given(type(x).__name__, x)
+
+    def _given(self, name: str, value: Any) -> ast.expr:
+        """Return a name for an object that the function reads."""
+        found = next((key for key, known in self._names.items() if known is value), None)
+        if found is None:
+            count = sum(key.rstrip("0123456789").rstrip("_") == name for key in self._names)
+            found = f"{name}_{count}"
+            found = found if found.isidentifier() else f"given_{len(self._names)}"
+            self._names[found] = value
+        return ast.Name(found, ast.Load())
+
+
+class _Autocast:
+    """Makes an autocast region, or one without autocast, as a function that copies of a module may share."""
+
+    def __init__(self, region: tuple[torch.dtype, str], *, enabled: bool) -> None:
+        self._region, self._enabled = region, enabled
+
+    def __call__(self) -> contextlib.AbstractContextManager[Any]:
+        dtype, device = self._region
+        return torch.autocast(device, dtype, enabled=self._enabled)
+
+
+def _named(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    for path, part in module.named_modules():
+        yield f"{name}.{path}" if path else name, part
+
+
+def _name(value: Value) -> str:
+    return f"v{value.number}"
+
+
+def _attribute(path: Sequence[str]) -> ast.expr:
+    expression: ast.expr = ast.Name(path[0], ast.Load())
+    for name in path[1:]:
+        if name.isidentifier():
+            expression = ast.Attribute(expression, name, ast.Load())
+        else:  # a part of a container, by its number
+            expression = ast.Subscript(expression, ast.Constant(int(name)), ast.Load())
+    return expression

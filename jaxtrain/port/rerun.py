@@ -1,0 +1,115 @@
+"""Whether a recording is the script: its updates again, from its calls and its settings alone, to the bit.
+
+What was understood of the script computes losses, gradients and parameters in PyTorch again, from the start of the
+script. Each must have the bits that it had in the script. So whatever else changes a loss, a gradient or a parameter in
+the script, which nobody thought of, is found here.
+"""
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+
+from jaxtrain.errors import UserError, format_location
+from jaxtrain.port.calls import Program
+from jaxtrain.port.recording import Backward, Clip, Update
+from jaxtrain.port.replay import recorded_module
+from jaxtrain.port.script import digest
+from jaxtrain.port.understand import Training, inputs_of
+from jaxtrain.torch_import import Line
+
+
+def check_rerun(training: Training) -> None:
+    """Compute the recorded updates again.
+
+    Raises:
+      UserError: A loss, a gradient or a parameter has other bits than in the script.
+    """
+    set_start(training)
+    optimizer = _new_optimizer(training)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, update in enumerate(training.recording.updates):
+        optimizer.zero_grad(set_to_none=True)
+        scaler = _scaler(update)
+        for backward in update.backwards:
+            loss = _loss(training, backward)
+            if not torch.equal(loss.detach(), backward.loss) and not (loss.isnan() & backward.loss.isnan()).all():
+                raise _differs("the loss", number, backward.line)
+            scaler.scale(loss).backward()
+        if update.scale is not None:
+            scaler.unscale_(optimizer)
+        for clip in update.clips:
+            _clip(clip, parameters)
+        if update.optimizer is None:
+            continue
+        assert update.line is not None
+        if [digest(p.grad) for p in parameters] != update.gradients:
+            raise _differs("a gradient", number, update.line)
+        for group, settings in zip(optimizer.param_groups, update.settings, strict=True):
+            group.update(settings)
+        optimizer.step()
+        if [digest(p) for p in parameters] != update.after:
+            raise _differs("a parameter", number, update.line)
+
+
+def set_start(training: Training) -> None:
+    """Set the script's modules to what they were before its first update, in training mode as they are trained."""
+    start = training.recording.start
+    with torch.no_grad():
+        for part in training.modules.values():
+            part.train()
+            for x in (*part.parameters(), *part.buffers()):
+                if id(x) in start:
+                    x.copy_(start[id(x)])
+                x.grad = None
+
+
+def _loss(training: Training, backward: Backward) -> torch.Tensor:
+    inputs = inputs_of(training, backward)
+    restore = partial(_restore, backward.program)
+    module = recorded_module(
+        backward.program, training.modules, inputs.owned, inputs.batch, inputs.constants, restore=restore
+    )
+    loss: torch.Tensor = module(**{name: backward.tensors[value] for value, name in inputs.batch.items()})
+    return loss
+
+
+def _restore(program: Program, i: int) -> None:
+    state = program.calls[i].random
+    assert state is not None
+    torch.set_rng_state(state)
+
+
+def _new_optimizer(training: Training) -> torch.optim.Optimizer:
+    """Return a new optimizer of the script's class and groups."""
+    theirs, (first, *_) = training.optimizer, [u for u in training.recording.updates if u.optimizer is not None]
+    groups = [
+        {"params": group["params"], **settings}
+        for group, settings in zip(theirs.param_groups, first.settings, strict=True)
+    ]
+    return like(theirs, groups)
+
+
+def like(theirs: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return a new optimizer of the class and with the arguments of another one."""
+    takes = inspect.signature(type(theirs)).parameters
+    arguments = {name: value for name, value in theirs.defaults.items() if name in takes}
+    optimizer: torch.optim.Optimizer = type(theirs)(groups, **arguments)
+    return optimizer
+
+
+def _scaler(update: Update) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=update.scale or 1.0, enabled=update.scale is not None)
+
+
+def _clip(clip: Clip, parameters: list[torch.Tensor]) -> None:
+    getattr(torch.nn.utils, clip.function)(parameters, clip.bound, **clip.options)
+
+
+def _differs(what: str, update: int, line: Line) -> UserError:
+    at = format_location(line.file, line.number)
+    return UserError(
+        f"{what} of update {update} has another value when the recorded calls are made again ({at}): the script changes"
+        " it by something that is not recorded; make such changes inside the module, or leave them out"
+    )

@@ -1,0 +1,395 @@
+"""Runs a PyTorch training script, unmodified, and records its updates.
+
+The script runs as by `python SCRIPT`. What it calls of PyTorch between a batch and `backward` is recorded by
+`jaxtrain.port.recorder`; its optimizers, schedulers, scalers, clipping and DataLoaders are observed at their own calls.
+A pass over a DataLoader has its first batches and its last one, so that a few updates show what the script does at the
+end of an epoch; see `jaxtrain.port.short_passes`.
+"""
+
+import contextlib
+import hashlib
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from jaxtrain.errors import UserError, format_location
+from jaxtrain.port.calls import Value, tensors_in
+from jaxtrain.port.recorder import Recorder, recorded_calls
+from jaxtrain.port.recording import Backward, Clip, Leaf, Pass, Recording, Update
+from jaxtrain.port.short_passes import short_pass
+from jaxtrain.torch_import import Line
+
+
+class Stop(BaseException):
+    """Ends the script, past its own `except Exception`."""
+
+
+class Refused(Stop):
+    """Ends the script because of something that cannot be carried over."""
+
+
+def refused(problem: str, line: Line, remedy: str) -> Refused:
+    """Return what ends a script with one line for the user."""
+    return Refused(f"{problem} ({format_location(line.file, line.number)}): {remedy}")
+
+
+def record(
+    script: Path, args: Sequence[str], updates: int, progress: Callable[[int], None] = lambda _: None
+) -> Recording:
+    """Run a script until it has made some updates.
+
+    Args:
+      script: The script.
+      args: Its arguments.
+      updates: Number of updates after which it is stopped.
+      progress: Called with the number of updates so far.
+
+    Returns:
+      What it did.
+
+    Raises:
+      UserError: The script does something that cannot be carried over, or made no update.
+    """
+    watch = _Watch(str(script.resolve()), updates, progress)
+    watch.recording.is_over, watch.recording.rest = _run(script, args, watch), watch.rest
+    if not watch.recording.updates:
+        raise UserError(f"{script} made no update by an optimizer of PyTorch: give it a training loop that makes one")
+    return watch.recording
+
+
+def made_loaders(script: Path, args: Sequence[str], number: int) -> list[Any]:
+    """Run a script until its first pass over a DataLoader.
+
+    Args:
+      script: The script.
+      args: Its arguments.
+      number: Number of the loader, in the order in which the script makes them.
+
+    Returns:
+      The loaders that it has made.
+    """
+    watch = _Watch(str(script.resolve()), 0, lambda _: None, ends_at=number)
+    _run(script, args, watch)
+    return [found.loader for found in watch.recording.loaders]
+
+
+def _run(script: Path, args: Sequence[str], watch: "_Watch") -> bool:
+    """Run a script, observed, and return whether it ended by itself."""
+    with watch.watching(), _as_main(script, args):
+        try:
+            runpy.run_path(str(script.resolve()), run_name="__main__")
+        except Refused as error:
+            raise UserError(str(error)) from None
+        except Stop:
+            return False
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise UserError(f"{script} ended with the exit status {end.code}: run it by itself first") from None
+    return True
+
+
+@contextlib.contextmanager
+def _as_main(script: Path, args: Sequence[str]) -> Iterator[None]:
+    """Give the script its arguments and its folder, as `python SCRIPT` does."""
+    with (
+        mock.patch.object(sys, "argv", [str(script), *args]),
+        mock.patch.object(sys, "path", [str(script.resolve().parent), *sys.path]),
+    ):
+        yield
+
+
+class _Watch:
+    """Observes a script."""
+
+    def __init__(self, script: str, updates: int, progress: Callable[[int], None], ends_at: int | None = None) -> None:
+        self.recording, self.recorder = Recording(), Recorder(script)
+        self._most, self._progress, self._ends_at = updates, progress, ends_at
+        self._update = Update()
+        self._leaves: dict[int, tuple[Leaf, torch.Tensor]] = {}
+        self._since_batch = set[int]()
+        self._evaluated: dict[int, Line] = {}
+        self._scaled: dict[int, tuple[torch.Tensor, float]] = {}
+        self._unscaled = set[int]()
+        self._in_step = contextlib.ExitStack()
+
+    @property
+    def rest(self) -> Update:
+        """What the script has done since the last update."""
+        return self._update
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Observe while entered."""
+        hooks = (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        )
+        self.recorder.on_backward = self._backward
+        try:
+            with contextlib.ExitStack() as patches:
+                for owner, name, function in (
+                    *recorded_calls(self.recorder, self._before_module),
+                    *self._replacements(),
+                ):
+                    patches.enter_context(mock.patch.object(owner, name, function))
+                patches.enter_context(self.recorder)
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yield what is replaced besides, as (owner, name, function)."""
+        yield torch, "compile", lambda model=None, **_: (lambda given: given) if model is None else model
+        yield torch.autograd, "backward", self._backward_of_several
+        yield DataLoader, "__init__", self._made(DataLoader.__init__, self._made_loader)
+        yield DataLoader, "__iter__", lambda loader: self._iterate(loader)
+        yield torch.optim.Optimizer, "__init__", self._made(torch.optim.Optimizer.__init__, self._made_optimizer)
+        for kind in vars(lr_scheduler).values():
+            if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler):
+                if "step" in vars(kind):
+                    yield kind, "step", self._scheduler_step(kind.step)
+                if "__init__" in vars(kind):
+                    yield kind, "__init__", self._made(kind.__init__, self._made_scheduler)
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            clipping = self._clipping(name, getattr(torch.nn.utils, name))
+            yield torch.nn.utils, name, clipping
+            yield torch.nn.utils.clip_grad, name, clipping
+        scaler = torch.amp.GradScaler
+        yield scaler, "scale", self._scale(scaler.scale)
+        yield scaler, "unscale_", self._unscale(scaler.unscale_)
+        yield scaler, "step", self._scaler_step(scaler.step)
+        yield scaler, "update", self._hidden(scaler.update)
+        yield torch.optim.Optimizer, "zero_grad", self._hidden(torch.optim.Optimizer.zero_grad)
+        yield torch.nn.Module, "zero_grad", self._hidden(torch.nn.Module.zero_grad)
+
+    def _hidden(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with self.recorder.inside():
+                return function(*args, **kwargs)
+
+        return called
+
+    def _made_scheduler(self, scheduler: Any, line: Line) -> None:
+        self.recording.schedulers[id(scheduler)] = line
+
+    def _made(self, init: Callable[..., None], note: Callable[[Any, Line], None]) -> Callable[..., None]:
+        def made(this: Any, *args: Any, **kwargs: Any) -> None:
+            line = self.recorder.line()
+            with self.recorder.inside():
+                init(this, *args, **kwargs)
+            note(this, line)
+
+        return made
+
+    def _made_loader(self, loader: Any, line: Line) -> None:
+        self.recording.loaders.append(Pass(loader, line))
+
+    def _made_optimizer(self, optimizer: Any, line: Line) -> None:
+        self.recording.optimizers[id(optimizer)] = line
+
+    def _iterate(self, loader: Any) -> Iterator[Any]:
+        number = next((i for i, found in enumerate(self.recording.loaders) if found.loader is loader), -1)
+        if number == self._ends_at:
+            raise Stop
+        with self.recorder.inside():
+            batches = short_pass(loader)
+        while True:
+            with self.recorder.inside():
+                batch = next(batches, _END)
+            if batch is _END:
+                self._update.passes.append(number)
+                return
+            self.recorder.forget()
+            self._since_batch.clear()
+            self._evaluated.clear()
+            if number >= 0 and number not in self.recording.batches:
+                self.recording.batches[number] = batch
+            self._leaves |= {id(x): (Leaf(number, key), x.clone()) for key, x in _leaves(batch, self.recorder.line())}
+            self._kept_batch = batch  # no other tensor has the identity of one of its tensors
+            for _, x in tensors_in(batch):
+                self.recorder.value(x)
+            yield batch
+
+    def _before_module(self, module: torch.nn.Module) -> None:
+        """Keep the modes of a module, and what its parameters and buffers are before the first update."""
+        self._evaluated |= {id(part): self.recorder.line() for part in module.modules() if not part.training}
+        if self.recording.updates or self._update.backwards:
+            return
+        with self.recorder.inside():
+            for x in (*module.parameters(), *module.buffers()):
+                if id(x) not in self._since_batch:
+                    self._since_batch.add(id(x))
+                    self.recording.start[id(x)] = x.detach().clone()
+
+    def _backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        line = self.recorder.line()
+        if args or any(value is not None and value is not False for value in kwargs.values()):
+            raise refused("backward() with arguments", line, "call it without any")
+        if loss.numel() != 1:
+            raise refused("backward() of a tensor that is no scalar", line, "reduce the loss to a scalar")
+        unscaled, scale = self._scaled.pop(id(loss), (loss, None))
+        with self.recorder.inside():
+            self._update.backwards.append(self._program(unscaled, scale, line))
+            torch.Tensor.backward(loss)
+        self.recorder.reads.clear()
+
+    def _backward_of_several(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if self.recorder.is_inside:
+            _run_backward(tensors, *args, **kwargs)
+        elif isinstance(tensors, torch.Tensor):
+            self._backward(tensors, *args, **kwargs)
+        else:
+            raise refused(
+                "torch.autograd.backward of several tensors", self.recorder.line(), "add them, and call backward()"
+            )
+
+    def _program(self, loss: torch.Tensor, scale: float | None, line: Line) -> Backward:
+        program = self.recorder.program(loss)
+        tensors = {value: self.recorder.tensor(value) for value in program.roots}
+        leaves = {value: self._leaves[id(x)][0] for value, x in tensors.items() if id(x) in self._leaves}
+        before = {value: self._leaves[id(x)][1] if id(x) in self._leaves else x for value, x in tensors.items()}
+        return Backward(
+            program,
+            before,
+            leaves,
+            self._names(tensors),
+            loss.detach().clone(),
+            scale,
+            line,
+            tuple(self.recorder.reads),
+            dict(self._evaluated),
+        )
+
+    def _names(self, tensors: Mapping[Value, torch.Tensor]) -> dict[Value, str]:
+        """Return the names of the script's variables that hold tensors, or modules that are called."""
+        found: dict[Value, str] = {}
+        by_id = {id(x): value for value, x in tensors.items()}
+        for variables in self.recorder.variables():
+            for name, x in variables.items():
+                if id(x) in by_id:
+                    found.setdefault(by_id[id(x)], name)
+                if isinstance(x, torch.nn.Module) and not any(x is known for known in self.recording.modules.values()):
+                    self.recording.modules.setdefault(name, x)
+        return found
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        line = self.recorder.line()
+        self._in_step.enter_context(self.recorder.inside())
+        if args[1:] or any(x is not None for x in kwargs.values()):
+            raise refused(f"{type(optimizer).__name__}.step(closure)", line, "use an optimizer that takes one gradient")
+        if not self._update.backwards:
+            raise refused(
+                f"{type(optimizer).__name__}.step() without backward()", line, "let backward() compute gradients"
+            )
+        self._update.optimizer, self._update.line = optimizer, line
+        self._update.settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._update.gradients = [digest(p.grad) for p in _parameters(optimizer)]
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._update.after = [digest(p) or "" for p in _parameters(optimizer)]
+        self._in_step.close()
+        self._end_update()
+
+    def _end_update(self) -> None:
+        self.recording.updates.append(self._update)
+        self._update = Update()
+        self._scaled.clear()
+        self._unscaled.clear()
+        self._progress(len(self.recording.updates))
+        if len(self.recording.updates) == self._most:
+            raise Stop
+
+    def _scheduler_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def stepped(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            line = self.recorder.line()
+            if self.recorder.is_inside:  # of its constructor, or of a scheduler that contains it
+                return step(scheduler, *args, **kwargs)
+            with self.recorder.inside():
+                result = step(scheduler, *args, **kwargs)
+            if args or kwargs:
+                line = line._replace(function="step(…)")
+            self._update.schedulers.append((scheduler, line))
+            return result
+
+        return stepped
+
+    def _clipping(self, name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
+        def clipped(parameters: Any, bound: Any, *args: Any, **kwargs: Any) -> Any:
+            line = self.recorder.line()
+            given = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+            if args:
+                kwargs["norm_type"] = args[0]
+            found = Clip(name, float(bound), dict(kwargs), frozenset(map(id, given)), bool(self._unscaled), line)
+            self._update.clips.append(found)
+            with self.recorder.inside():
+                return clip(given, bound, **kwargs)
+
+        return clipped
+
+    def _scale(self, scale: Callable[..., Any]) -> Callable[..., Any]:
+        def scaled(scaler: Any, outputs: Any) -> Any:
+            if not isinstance(outputs, torch.Tensor):
+                raise refused("GradScaler.scale of several tensors", self.recorder.line(), "scale one loss")
+            with self.recorder.inside():
+                result = scale(scaler, outputs)
+                if result is not outputs:
+                    self._scaled[id(result)] = (outputs, float(scaler.get_scale()))
+            return result
+
+        return scaled
+
+    def _unscale(self, unscale: Callable[..., Any]) -> Callable[..., Any]:
+        def unscaled(scaler: Any, optimizer: Any) -> Any:
+            self._unscaled.add(id(optimizer))
+            with self.recorder.inside():
+                return unscale(scaler, optimizer)
+
+        return unscaled
+
+    def _scaler_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def stepped(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            line, count = self.recorder.line(), len(self.recording.updates)
+            self._update.scale = float(scaler.get_scale()) if scaler.is_enabled() else None
+            self.recording.scaler = scaler
+            with self.recorder.inside():
+                result = step(scaler, optimizer, *args, **kwargs)
+            if len(self.recording.updates) == count:  # skipped
+                self._update.line = line
+                self._end_update()
+            return result
+
+        return stepped
+
+
+_run_backward = torch.autograd.backward
+_END = object()
+
+
+def _parameters(optimizer: Any) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _leaves(batch: Any, line: Line) -> Iterator[tuple[str | int | None, torch.Tensor]]:
+    """Yield the tensors of a batch with their keys."""
+    if isinstance(batch, torch.Tensor):
+        yield None, batch
+        return
+    items = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, tuple | list) else ()
+    yield from ((key, x) for key, x in items if isinstance(x, torch.Tensor))
+
+
+def digest(x: torch.Tensor | None) -> str | None:
+    """Return a digest of a tensor's bits; None for none."""
+    if x is None:
+        return None
+    flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()

@@ -1,0 +1,48 @@
+"""A pass over a DataLoader with its first batches and its last one.
+
+The batches between are not made: only their indices are drawn, so that the last batch is the one with which the whole
+pass would end. Their number and order decide nothing that a recording needs, but how a pass ends does: its last batch
+may be smaller, and schedulers, evaluations and checkpoints follow it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+FIRST = 7
+"""Batches at the beginning of a pass; with the last one a whole number of windows of 2, 4 and 8 micro-batches."""
+
+
+def short_pass(loader: Any) -> Iterator[Any]:
+    """Iterate over the first batches of a loader and the last one, without its workers.
+
+    Args:
+      loader: A `torch.utils.data.DataLoader`.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        workers, loader.num_workers = loader.num_workers, 0
+        try:
+            batches = iter(loader._get_iterator())
+        finally:
+            loader.num_workers = workers
+        yield from (batch for _, batch in zip(range(FIRST + 1), batches, strict=False))
+        return
+    indices = iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    last: Any = None
+    for i, index in enumerate(indices):
+        if i < FIRST:
+            yield _fetched(loader, index)
+        else:
+            last = [index]
+    if last is not None:
+        yield _fetched(loader, *last)
+
+
+def _fetched(loader: Any, index: Any) -> Any:
+    """Return the batch of some indices, as `torch.utils.data` documents it."""
+    data = loader.dataset
+    if loader.batch_sampler is None:
+        return loader.collate_fn(data[index])
+    many = getattr(data, "__getitems__", None)
+    return loader.collate_fn(many(index) if many else [data[i] for i in index])

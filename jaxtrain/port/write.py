@@ -1,0 +1,259 @@
+"""The files of a ported script: `model.py`, `run.py`, and their arrays."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+
+from jaxtrain.errors import UserError, format_location
+from jaxtrain.interop import live_expression
+from jaxtrain.optim import Call, Expression, format_expression
+from jaxtrain.port.replay import recorded_module
+from jaxtrain.port.rerun import set_start
+from jaxtrain.port.understand import Training
+from jaxtrain.torch_import import ImportedModel, Line, from_torch
+
+EPOCH = "updates_per_epoch"
+"""The field of a written recipe that a schedule by epoch counts in."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ported:
+    """A script as a model of JAX, with the settings of its run.
+
+    Attributes:
+      training: What the script is.
+      module: Its recorded program.
+      model: The same in JAX.
+      optimizer: Its optimizer, with a schedule of updates or epochs.
+    """
+
+    training: Training
+    module: torch.nn.Module
+    model: ImportedModel
+    optimizer: Expression
+
+
+def ported(training: Training) -> Ported:
+    """Import the program of a script, with the parameters that it starts with.
+
+    Raises:
+      UserError: The program cannot be imported; the message names the script's line.
+    """
+    set_start(training)
+    backward, inputs = training.programs[0]
+    module = recorded_module(backward.program, training.modules, inputs.owned, inputs.batch, inputs.constants)
+    module.train()
+    example = {name: backward.tensors[value].detach() for value, name in inputs.batch.items()}
+    model = from_torch(module, example)
+    return Ported(training, module, model, _optimizer(training, module, model))
+
+
+def _optimizer(training: Training, module: torch.nn.Module, model: ImportedModel) -> Expression:
+    names = {id(p): name for name, p in module.named_parameters()}
+    groups = training.optimizer.param_groups
+    given = {names[id(p)] for group in groups for p in group["params"]}
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    is_whole = len(groups) == 1 and trained <= given
+    scheduler = training.scheduler
+    found = live_expression(training.optimizer, scheduler, model=module, names=None if is_whole else model.names)
+    calls = [found] if isinstance(found, Call) else [*found.values()]
+    for call in calls:
+        for name, value in call.arguments.items():
+            if isinstance(value, Call) and _has_function(value):
+                line = training.recording.schedulers[id(scheduler)]
+                raise _refused(
+                    f"{type(scheduler).__name__} has a function of the script's", line, "use another scheduler"
+                )
+            if isinstance(value, Call) and training.is_by_epoch:
+                call.arguments[name] = Call("held", {"schedule": value, "every": training.epoch})  # type: ignore[index]
+    return found
+
+
+def _has_function(call: Call) -> bool:
+    values = [x for value in call.arguments.values() for x in (value if isinstance(value, list | tuple) else [value])]
+    return any(_has_function(x) if isinstance(x, Call) else callable(x) for x in values)
+
+
+def _refused(problem: str, line: Line, remedy: str) -> UserError:
+    return UserError(f"{problem} ({format_location(line.file, line.number)}): {remedy}")
+
+
+def write(result: Ported, script: Path, args: Sequence[str], folder: Path) -> list[Path]:
+    """Write the files of a ported script to a folder.
+
+    Args:
+      result: The script.
+      script: Its file.
+      args: Its arguments.
+      folder: A folder that exists.
+
+    Returns:
+      The files.
+    """
+    from safetensors.flax import save_file
+
+    text = recipe_source(result, script, args)
+    written = result.model.save_source(folder / "model.py", evaluation=not result.model.draws_in_evaluation)
+    if result.model.state is not None:
+        save_file({name: jnp.asarray(x) for name, x in result.model.state.items()}, folder / "state.safetensors")
+        written.append(folder / "state.safetensors")
+    (folder / "run.py").write_text(text, encoding="utf-8")
+    return [folder / "run.py", *written]
+
+
+def recipe_source(result: Ported, script: Path, args: Sequence[str]) -> str:
+    """Return the text of `run.py`."""
+    training, has_state = result.training, result.model.state is not None
+    command = " ".join([script.name, *args])
+    settings = "\n".join(_field(name, *setting) for name, setting in _settings(result).items())
+    takes, gives = (", model_state", "loss, model_state") if has_state else ("", "loss, _")
+    state = ', port.arrays(HERE / "state.safetensors")' if has_state else ""
+    weight = "1" if training.accumulate == 1 else f"1 / {training.accumulate}"
+    returned = f"jt.Loss(loss, {weight}), {{}}" + (", model_state" if has_state else "")
+    passed = "params, batch, rng" + (", model_state" if has_state else "")
+    keys = _batch_keys(training)
+    loader = f"port.script_loader(SCRIPT, ARGS, {training.loader})"
+    data = f"port.ScriptRows({loader}, {keys!r})" if training.accumulate > 1 else loader
+    frozen = sorted(name for name in result.model.params if result.model.frozen(name))
+    fields = "".join(
+        [
+            f"\n            batch_keys={keys!r}," if keys and training.accumulate == 1 else "",
+            f"\n            frozen={set(frozen)!r}.__contains__," if frozen else "",
+        ]
+    )
+    line = training.programs[0][0].line
+    return f'''"""{command} as a recipe, written by `jaxtrain port {command}`.
+
+    jaxtrain train run.py::Run
+
+The loss is that of {Path(line.file).name}:{line.number}, in `model.py`; the data are the script's own.
+`proof.html` compares both.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jaxtrain as jt
+from jaxtrain import port
+
+HERE = Path(__file__).parent
+SCRIPT = Path({str(script.resolve())!r})
+ARGS = {[*args]!r}
+
+model = port.model(HERE / "model.py")
+
+
+def loss_fn(params, batch, rng{takes}):
+    """Return the loss of a micro-batch; the gradients of the {training.accumulate} of an update are added."""
+    {gives} = model({passed})
+    return {returned}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(jt.Recipe):
+    """The run of {script.name}."""
+
+{settings}
+
+    def task(self) -> jt.Task:
+        """Return the script's data, model and loss."""
+        return jt.Task(
+            init=lambda: jt.Initial(port.arrays(HERE / "params.safetensors"){state}),
+            loss_fn=loss_fn,
+            train={data},{fields}
+        )
+'''
+
+
+def _field(name: str, kind: str, value: Any, comment: str) -> str:
+    """Return the lines of a setting: a long text in parts."""
+    text = repr(value)
+    if isinstance(value, str) and len(text) > _WIDTH:
+        parts = [""]
+        for word in value.split(" "):
+            if len(parts[-1]) + len(word) > _WIDTH:
+                parts.append("")
+            parts[-1] += f"{word} "
+        parts[-1] = parts[-1][:-1]
+        text = "\n        ".join(["(", *map(repr, parts)]) + "\n    )"
+    return (f"    # {comment}\n" if comment else "") + f"    {name}: {kind} = {text}"
+
+
+_WIDTH = 100
+"""Characters of a line of a long text."""
+
+
+def _settings(result: Ported) -> dict[str, tuple[str, Any, str]]:
+    """Return the settings of the recipe: type, value, and the script's line."""
+    training = result.training
+    recording = training.recording
+    passes = sum(update.passes.count(training.loader) for update in (*recording.updates, recording.rest))
+    epochs = passes if recording.is_over else 1
+    data = _at(recording.loaders[training.loader].line)
+    optimizer = _at(recording.optimizers[id(training.optimizer)])
+    schedule = "" if training.scheduler is None else f", {_at(recording.schedulers[id(training.scheduler)])}"
+    steps = f"{epochs} epochs" if recording.is_over else "an epoch; choose as many as you need"
+    found: dict[str, tuple[str, Any, str]] = {
+        "steps": ("int", epochs * training.epoch, steps),
+        "batch_size": ("int", training.rows * training.accumulate, data),
+        "optimizer": ("str", format_expression(result.optimizer), optimizer + schedule),
+        "clip_norm": ("float | None", None, "")
+        if training.clip is None
+        else ("float | None", training.clip.bound, _at(training.clip.line)),
+    }
+    if training.accumulate > 1:
+        found["accumulate"] = ("int", training.accumulate, "")
+    if training.autocast is not None:
+        found["precision"] = ("str", PRECISIONS[training.autocast], _at(_first_autocast(training)))
+    if (scale := _loss_scale(training)) is not None:
+        found["loss_scale"] = ("str | None", scale, "")
+    if len(training.programs) > 1:
+        found["allow_recompile"] = ("int", len(training.programs) - 1, "the last batch of an epoch is smaller")
+    return found
+
+
+PRECISIONS = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""The precision of a recipe, by the dtype of autocast."""
+
+
+def _first_autocast(training: Training) -> Line:
+    calls = training.programs[0][0].program.calls
+    return next(call.line for call in calls if call.ambient.autocast is not None)
+
+
+def _loss_scale(training: Training) -> str | None:
+    if not training.is_scaled:
+        return "static_loss_scale(scale=1.0)" if training.autocast == torch.float16 else None
+    scaler, first = training.recording.scaler, training.recording.updates[0].scale
+    given = {
+        "init_scale": first,
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+    }
+    return str(Call("dynamic_loss_scale", given))
+
+
+def _at(line: Line) -> str:
+    return f"{Path(line.file).name}:{line.number}"
+
+
+def _batch_keys(training: Training) -> tuple[str, ...]:
+    """Return names for the values of a batch that is a tuple; none for those of a dict."""
+    line = training.recording.loaders[training.loader].line
+    batch = training.recording.batches[training.loader]
+    names = {leaf.key: name for _, inputs in training.programs for name, leaf in inputs.leaves.items()}
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
+    if not all(isinstance(x, torch.Tensor) for x in values):
+        raise _refused("a batch has values that are no tensors", line, "return a tuple or a dict of tensors")
+    if isinstance(batch, Mapping):
+        if other := [name for key, name in names.items() if key != name]:
+            raise _refused(f"the tensor {other[0]} of a batch has another key", line, "use its key as a name")
+        return ()
+    if isinstance(batch, torch.Tensor):
+        return (names[None],)
+    return tuple(names.get(i, f"unused_{i}") for i in range(len(batch)))

@@ -1,0 +1,1 @@
+"""Why a run stops before its last step: guards, patience, signals, memory."""

@@ -1,0 +1,1 @@
+"""The built-in cases, and the batches that they share."""

@@ -1,0 +1,209 @@
+"""The proof of a ported script: the files that were written for it, beside the recorded program in PyTorch.
+
+PyTorch's side is the script's own modules, its optimizer's class and groups, and the learning rates with which its
+updates were recorded. `jaxtrain.port.rerun` has computed the script's updates from these to the bit.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+from rich.console import Console
+
+from jaxtrain.cost import flops
+from jaxtrain.port.rerun import like, set_start
+from jaxtrain.port.write import PRECISIONS, Ported
+from jaxtrain.run import Recipe, load_recipe
+from jaxtrain.runner import frozen, optimizer_expression, recipe_optimizer
+from parity.attestation import environment
+from parity.case import Batch, Case
+from parity.cases.recipe_case import moments_of
+from parity.optimizer import Optimizer
+from parity.report import Result, waiting
+from parity.report.page_case import page_case
+from parity.report.verdict_page import write_page
+from parity.run import examine
+from parity.settings import settings_of
+from parity.sides.frozen import frozen_too, without_frozen
+
+
+class Proof(NamedTuple):
+    """Whether the files of a ported script are the script.
+
+    Attributes:
+      passed: Whether they are.
+      lines: What was compared, and what differs.
+    """
+
+    passed: bool
+    lines: tuple[str, ...]
+
+
+def prove(result: Ported, folder: Path, name: str) -> Proof:
+    """Compare the files in a folder with PyTorch in float64, and write `proof.html` there.
+
+    Args:
+      result: The script that they were written for.
+      folder: The folder.
+      name: Name in reports.
+    """
+    case = ported_case(result, folder, name)
+    with waiting(Console(stderr=True), name):
+        examination = examine(case, "fp64")
+        if not examination.verdict.passed:
+            examination = examine(case, "fp64", locate=True)
+    found = examination.verdict
+    write_page(folder / "proof.html", environment(), [page_case(Result(case, "fp64", settings_of(case), examination))])
+    worst = f"losses {found.loss_rel:.0e}, gradients {found.grad_rel_max:.0e}, parameters {found.param_rel_max:.0e}"
+    changed = _changed_settings(result, load_recipe(f"{folder / 'run.py'}::Run")[1])
+    passed = found.passed and not changed
+    answer = "equal" if passed else "NOT EQUAL"
+    lines = [f"{case.settings['steps']} updates in float64: {worst}        {answer}", *found.faults, *changed]
+    if found.first_divergence is not None:
+        lines.append(f"first at {found.first_divergence}")
+    return Proof(passed, tuple(lines))
+
+
+def _changed_settings(result: Ported, recipe: Recipe) -> list[str]:
+    """Return a line for each setting that both sides of a check take from the recipe and that is not the script's."""
+    training = result.training
+    theirs = {
+        "batch_size": training.rows * training.accumulate,
+        "accumulate": training.accumulate,
+        "clip_norm": None if training.clip is None else training.clip.bound,
+        "precision": PRECISIONS[training.autocast],
+    }
+    given = {name: getattr(recipe, name) for name in theirs}
+    return [
+        f"{name} is {given[name]!r}, the script's {theirs[name]!r}" for name in theirs if given[name] != theirs[name]
+    ]
+
+
+def ported_case(result: Ported, folder: Path, name: str) -> Case:
+    """Return the case of the files in a folder.
+
+    Args:
+      result: The script that they were written for.
+      folder: The folder, with `run.py`.
+      name: Name in reports.
+
+    Raises:
+      UserError: A file cannot be read.
+    """
+    training, model = result.training, result.model
+    recipe = shortened(load_recipe(f"{folder / 'run.py'}::Run")[1], training)
+    task = recipe.task()
+    is_frozen = frozen(recipe, task)
+    shapes = task.shapes()
+    expression = optimizer_expression(recipe)
+    ours = recipe_optimizer(recipe, task.no_decay or (lambda path: False))
+    windows = _windows(result)
+
+    def batch(seed: int, rows: int) -> Batch:
+        window = windows[seed % len(windows)]
+        return {name: x[:rows] for name, x in window.items()}
+
+    def torch_loss(module: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        return module(**batch), 1 / training.accumulate
+
+    side = Optimizer(
+        type(training.optimizer).__name__,
+        partial(_optimizer, result),
+        ours,
+        moments_of(expression, ours, shapes.params),
+        partial(_Recorded, result),
+    )
+    return Case(
+        name=name,
+        torch_model=partial(_module, result),
+        torch_loss=torch_loss,
+        loss_fn=without_frozen(task.loss_fn, is_frozen),
+        params_like=shapes.params,
+        names=model.names,
+        batch=batch,
+        rows=recipe.batch_size,
+        optimizer=frozen_too(side, is_frozen),
+        clip_norm=recipe.clip_norm,
+        state_like=shapes.model_state,
+        buffers=model.state_names,
+        settings={"accumulate": recipe.accumulate, "steps": len(training.recording.updates)},
+        precision=recipe.precision,
+        module=result.module,
+        is_large=flops(task.loss_fn, shapes.params, windows[0], jax.random.key(0), *_state(shapes)) > _LARGE,
+    )
+
+
+_LARGE = 10**8
+"""FLOPs of a loss whose program is worth optimizing."""
+
+
+def _state(shapes: Any) -> list[Any]:
+    return [] if shapes.model_state is None else [shapes.model_state]
+
+
+def shortened(recipe: Recipe, training: Any) -> Recipe:
+    """Return a recipe whose schedule counts the epochs of the recording, which have fewer updates."""
+    lengths = set(_lengths(training))
+    if not training.is_by_epoch or not lengths:
+        return recipe
+    (length,) = lengths
+    text = recipe.optimizer.replace(f"every={training.epoch}", f"every={length}")
+    return dataclasses.replace(recipe, optimizer=text)
+
+
+def _lengths(training: Any) -> list[int]:
+    """Return the numbers of updates of the recorded epochs."""
+    ends = [i for i, update in enumerate(training.recording.updates) if training.loader in update.passes]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _module(result: Ported) -> torch.nn.Module:
+    set_start(result.training)
+    return result.module
+
+
+def _optimizer(result: Ported, named: Sequence[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    """Return the script's optimizer of a module's parameters."""
+    names = {id(p): name for name, p in result.module.named_parameters()}
+    by_name, first = dict(named), _settings(result)[0]
+    groups = [
+        {**settings, "params": [(names[id(p)], by_name[names[id(p)]]) for p in group["params"]]}
+        for group, settings in zip(result.training.optimizer.param_groups, first, strict=True)
+    ]
+    return like(result.training.optimizer, groups)
+
+
+def _settings(result: Ported) -> list[list[dict[str, Any]]]:
+    return [update.settings for update in result.training.recording.updates if update.optimizer is not None]
+
+
+class _Recorded:
+    """Gives an optimizer the settings of the recorded updates, one after another."""
+
+    def __init__(self, result: Ported, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._settings, self._count = optimizer, _settings(result), 0
+
+    def step(self) -> None:
+        """Set those of the next update."""
+        self._count += 1
+        if self._count < len(self._settings):
+            for group, settings in zip(self._optimizer.param_groups, self._settings[self._count], strict=True):
+                group.update(settings)
+
+
+def _windows(result: Ported) -> list[dict[str, np.ndarray]]:
+    """Return the recorded windows of batches of the first shapes."""
+    training, found = result.training, []
+    first, inputs = training.programs[0]
+    names = {leaf: name for name, leaf in inputs.leaves.items()}
+    shapes = {name: first.tensors[value].shape for value, name in inputs.batch.items()}
+    for update in training.recording.updates:
+        window = [{names[leaf]: b.tensors[value] for value, leaf in b.leaves.items()} for b in update.backwards]
+        if all({name: x.shape for name, x in micro.items()} == shapes for micro in window):
+            found.append({name: np.concatenate([np.asarray(m[name]) for m in window]) for name in shapes})
+    return found

@@ -1,0 +1,139 @@
+"""`jaxtrain port`: whole scripts are written as recipes that are proved in float64, and that train."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.cli import main
+from jaxtrain.port.data import ScriptRows, script_loader
+from jaxtrain.port.rerun import check_rerun
+from jaxtrain.port.script import record
+from jaxtrain.port.understand import understood
+from jaxtrain.port.write import ported, write
+from jaxtrain.run import load_recipe
+from parity.ported import ported_case, prove
+from parity.run import check
+
+from .loops import script
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.mark.parametrize("name", ["classifier", "autoencoder"])
+def test_a_script_is_written_as_a_recipe_that_is_the_same_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main(["port", "--out", str(tmp_path / "port"), str(SCRIPTS / f"{name}.py")]) == 0
+    page = capsys.readouterr().out
+    assert "20 updates in float64" in page
+    assert page.count("equal") >= 1
+    assert {"run.py", "model.py", "proof.html", "params.safetensors"} <= {x.name for x in (tmp_path / "port").iterdir()}
+    run = [f"{tmp_path / 'port' / 'run.py'}::Run", "--steps", "3", "--eval-every", "3", "--log-every", "1"]
+    assert main(["train", *run, "--out", str(tmp_path / "run")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+
+
+BUGS = {
+    "rate": ("optimizer", lambda text: text.replace("learning_rate=0.1", "learning_rate=0.1001")),
+    "momentum": ("optimizer", lambda text: text.replace("momentum=0.9", "momentum=0.91")),
+    "bound": ("clip_norm", lambda bound: bound * 1.01),
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("small")
+    path = script(
+        folder,
+        optimizer="optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)",
+        step="nn.utils.clip_grad_norm_(model.parameters(), 0.2); optimizer.step(); optimizer.zero_grad()",
+    )
+    training = understood(record(path, [], 9))
+    check_rerun(training)
+    result = ported(training)
+    write(result, path, [], folder)
+    return result, folder
+
+
+def test_the_written_files_are_what_is_proved(small) -> None:
+    assert check(ported_case(*small, "small"), steps=9).passed
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_in_the_written_settings_is_noticed(small, bug: str) -> None:
+    result, folder = small
+    name, change = BUGS[bug]
+    text = (folder / "run.py").read_text()
+    value = getattr(load_recipe(f"{folder / 'run.py'}::Run")[1], name)
+    changed = text.replace("    def task(self)", f"    {name}: object = {change(value)!r}\n\n    def task(self)")
+    (folder / "run.py").write_text(changed)
+    try:
+        proof = prove(result, folder, "small")
+        assert not proof.passed
+        assert len(proof.lines) > 1
+    finally:
+        (folder / "run.py").write_text(text)
+
+
+def test_a_bug_in_the_written_model_is_noticed(small) -> None:
+    result, folder = small
+    text = (folder / "model.py").read_text()
+    assert "jnp.tanh" in text
+    (folder / "model.py").write_text(text.replace("jnp.tanh", "jax.nn.soft_sign"))
+    run = (folder / "run.py").read_text()
+    (folder / "run.py").write_text(f"{run}# a file is imported once for its content\n")
+    try:
+        assert not check(ported_case(result, folder, "small"), steps=2).passed
+    finally:
+        (folder / "run.py").write_text(run)
+        (folder / "model.py").write_text(text)
+
+
+def test_the_data_of_a_recipe_are_the_scripts_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = script(tmp_path, forward="raise AssertionError('the script does not train')")
+    loader = script_loader(path, [], 0)
+    assert loader.batch_size == 8
+    assert len(loader.dataset) == 50
+    rows = ScriptRows(loader, ("x", "y"))
+    orders = []
+    for epoch in (0, 1, 0):
+        rows.set_epoch(epoch)
+        orders.append([int(row["y"]) for row in rows])
+    assert orders[0] == orders[2] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == sorted(int(y) for _, y in loader.dataset)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "a script is required"),
+        (["nothing.py"], "nothing.py does not exist"),
+        (["--updates", "0", "train.py"], "updates"),
+        (["--out", ".", "train.py"], "is not empty"),
+        (["train.py"], "comes from no batch"),
+    ],
+)
+def test_a_refused_script_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], message: str
+) -> None:
+    script(tmp_path, forward="loss = criterion(model(x), y) * torch.rand(()).item() * (h := torch.rand(()))")
+    script(
+        tmp_path,
+        optimizer="optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nh = torch.zeros(())",
+        forward="loss = criterion(model(x), y) + 0 * h; h = loss.detach()",
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["port", *args]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("jaxtrain: ")
+    assert message in error
+    assert [file.name for file in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_recipe_counts_the_epochs_of_the_script(small) -> None:
+    result, _ = small
+    assert result.training.epoch == 7
+    assert dataclasses.asdict(result.training.programs[0][1])["leaves"].keys() == {"x", "y"}

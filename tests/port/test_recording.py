@@ -1,0 +1,234 @@
+"""What a script does is recorded, understood, and computed again to the bit; the rest is refused by line."""
+
+import random
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxtrain.errors import UserError
+from jaxtrain.optim import SCHEDULES, build_expression
+from jaxtrain.port.rerun import check_rerun
+from jaxtrain.port.script import record
+from jaxtrain.port.understand import Training, understood
+from jaxtrain.port.write import ported
+
+from .loops import line_of, script
+
+OPTIMIZERS = (
+    "SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)",
+    "Adam(model.parameters(), lr=0.01, amsgrad=True)",
+    "AdamW([{'params': model[0].parameters()}, {'params': model[2].parameters(), 'lr': 0.02}], lr=0.01)",
+    "RMSprop(model.parameters(), lr=0.01, momentum=0.5, centered=True)",
+    "Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)",
+    "NAdam(model.parameters(), lr=0.01)",
+    "RAdam(model.parameters(), lr=0.01, weight_decay=0.1)",
+    "Adamax(model.parameters(), lr=0.01)",
+)
+SCHEDULERS = (
+    "",
+    "StepLR(optimizer, 2, 0.5)",
+    "CosineAnnealingLR(optimizer, 7, eta_min=1e-4)",
+    "LinearLR(optimizer, 0.3, total_iters=3)",
+    "OneCycleLR(optimizer, 0.1, total_steps=50, cycle_momentum=False)",
+    "SequentialLR(optimizer, [S.ConstantLR(optimizer, 0.1, 2), S.ExponentialLR(optimizer, 0.9)], [2])",
+)
+FORWARDS = (
+    "loss = criterion(model(x), y)",
+    "loss = nn.functional.cross_entropy(model(x * 2)[:, :], y) + 1e-3 * model[0].weight.pow(2).sum()",
+    "x = x + 0.1 * torch.randn_like(x); loss = criterion(nn.functional.dropout(model(x), 0.2), y)",
+    "with torch.autocast('cpu', torch.bfloat16): logits = model(x)\n        loss = criterion(logits.float(), y)",
+)
+
+
+def generated(folder: Path, number: int) -> Path:
+    """Write a script with parts drawn by a number."""
+    draw = random.Random(number)
+    k, scheduler = draw.choice([1, 1, 2]), draw.choice(SCHEDULERS)
+    made = f"\nS = torch.optim.lr_scheduler\nscheduler = S.{scheduler}" if scheduler else ""
+    by_epoch = bool(scheduler) and draw.random() < 0.5
+    clip = draw.choice(["", "nn.utils.clip_grad_norm_(model.parameters(), 0.3)\n            "])
+    scaled = draw.random() < 0.3
+    step = "scaler.step(optimizer); scaler.update()" if scaled else "optimizer.step()"
+    clip = f"scaler.unscale_(optimizer)\n            {clip}" if scaled and clip else clip
+    step += "; scheduler.step()" if scheduler and not by_epoch else ""
+    return script(
+        folder,
+        optimizer=f"optimizer = torch.optim.{draw.choice(OPTIMIZERS)}{made}\n"
+        + ("scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)" if scaled else ""),
+        forward=draw.choice(FORWARDS),
+        backward=(f"scaler.scale(loss / {k}).backward()" if scaled else f"(loss / {k}).backward()"),
+        step=f"if (i + 1) % {k} == 0:\n            {clip}{step}; optimizer.zero_grad()",
+        end="scheduler.step()" if by_epoch else "pass",
+    )
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_a_generated_script_is_understood_to_the_bit(tmp_path: Path, number: int) -> None:
+    path = generated(tmp_path, number)
+    text = path.read_text()
+    # 50 rows are seven batches: whole windows of one, of two if the last batch is left out.
+    path.write_text(text.replace("batch_size=8,", "batch_size=8, drop_last=True,") if "% 2" in text else text)
+    training = understood(record(path, [], 17))
+    check_rerun(training)
+    assert training.accumulate == (2 if "% 2" in text else 1)
+    assert training.is_scaled == ("GradScaler" in text)
+    assert (training.clip is not None) == ("clip_grad_norm_" in text)
+    assert training.is_by_epoch == ("    scheduler.step()" in text and "; scheduler.step()" not in text)
+    assert (training.autocast is not None) == ("autocast" in text)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS[1:])
+@pytest.mark.parametrize("by_epoch", [False, True])
+def test_the_schedule_has_the_recorded_rates(tmp_path: Path, scheduler: str, by_epoch: bool) -> None:
+    path = script(
+        tmp_path,
+        optimizer=f"optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nS = torch.optim.lr_scheduler\n"
+        f"scheduler = S.{scheduler}",
+        step="optimizer.step(); optimizer.zero_grad()" + ("" if by_epoch else "; scheduler.step()"),
+        end="scheduler.step()" if by_epoch else "pass",
+    )
+    training = understood(record(path, [], 17))
+    expression = ported(training).optimizer.arguments["learning_rate"]
+    # The seven batches of an epoch are its recorded ones.
+    theirs = [update.settings[0]["lr"] for update in training.recording.updates]
+    assert training.epoch == 7
+    with jax.enable_x64(True):
+        rate = build_expression(expression, SCHEDULES, {})
+        assert [float(rate(i)) for i in range(17)] == pytest.approx(theirs, rel=1e-12)
+
+
+REFUSED = {
+    "a hidden state": (
+        {
+            "optimizer": "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nh = torch.zeros(8, 3)",
+            "forward": "x = x[:2]; y = y[:2]; out = model(x) + h[:2]; h = out.detach(); loss = criterion(out, y)",
+        },
+        "comes from no batch",
+        "out = model(x) + h",
+    ),
+    "a weight that anneals": (
+        {"forward": "beta = min(1.0, epoch / 10 + i / 100); loss = beta * criterion(model(x), y)"},
+        "differs from update to update",
+        "beta = min",
+    ),
+    "another program": (
+        {"forward": "out = model(x)\n        loss = criterion(out, y) if i % 2 else out.square().mean()"},
+        "differ from update to update",
+        "loss = criterion(out, y) if",
+    ),
+    "a second optimizer": (
+        {
+            "optimizer": "optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)\n"
+            "other = torch.optim.SGD(model[2].parameters(), lr=0.1)",
+            "step": "optimizer.step(); loss = criterion(model(x), y); loss.backward(); other.step()",
+        },
+        "a second optimizer steps",
+        "other.step()",
+    ),
+    "rates by hand": (
+        {"step": "optimizer.step(); optimizer.zero_grad(); optimizer.param_groups[0]['lr'] = 0.1 / (1 + i)"},
+        "settings of the optimizer change without a scheduler (lr 0.1, then",
+        "optimizer.step()",
+    ),
+    "a closure": ({"step": "optimizer.step(lambda: loss)"}, "SGD.step(closure)", "optimizer.step(lambda"),
+    "clipping of scaled gradients": (
+        {
+            "optimizer": "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+            "scaler = torch.amp.GradScaler('cpu')",
+            "backward": "scaler.scale(loss).backward()",
+            "step": "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+            "        scaler.step(optimizer); scaler.update(); optimizer.zero_grad()",
+        },
+        "before GradScaler.unscale_",
+        "clip_grad_norm_",
+    ),
+    "an uneven window": (
+        {"step": "if i % 3 == 2: optimizer.step(); optimizer.zero_grad()"},
+        "calls of backward",
+        "if i % 3 == 2",
+    ),
+    "frozen statistics": (
+        {
+            "model": "model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))",
+            "forward": "model[1].eval(); loss = criterion(model(x), y)",
+        },
+        "model.1 is in evaluation mode",
+        "model[1].eval()",
+    ),
+    "no batch": ({"forward": "loss = model(torch.ones(4, 6)).square().mean()"}, "reads no batch", "loss.backward()"),
+    "gradients of a second pass": (
+        {"backward": "loss.backward(retain_graph=True)"},
+        "backward() with arguments",
+        "loss.backward(retain",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_carried_over_is_refused_by_line(tmp_path: Path, kind: str) -> None:
+    parts, problem, line = REFUSED[kind]
+    path = script(tmp_path, **parts)
+    with pytest.raises(UserError) as error:
+        understood(record(path, [], 17))
+    assert problem in str(error.value)
+    assert line_of(path, line) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+UNSEEN = {
+    "a parameter changed after the step": {
+        "step": "optimizer.step(); optimizer.zero_grad(); model[0].weight.data.mul_(0.999)"
+    },
+    "a gradient changed by hand": {"step": "model[0].weight.grad.mul_(0.5); optimizer.step(); optimizer.zero_grad()"},
+    "gradients that are kept": {"step": "optimizer.step()"},
+    "clipped weights": {
+        "step": "optimizer.step(); optimizer.zero_grad(); [p.data.clamp_(-0.3, 0.3) for p in model.parameters()]"
+    },
+}
+
+
+@pytest.mark.parametrize("kind", UNSEEN)
+def test_what_changes_an_update_and_is_not_recorded_is_refused(tmp_path: Path, kind: str) -> None:
+    training = understood(record(script(tmp_path, **UNSEEN[kind]), [], 17))
+    with pytest.raises(UserError, match="has another value when the recorded calls are made again"):
+        check_rerun(training)
+
+
+def test_a_script_keeps_its_own_arguments_output_and_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
+    path = script(tmp_path, end="import sys, beside; print(sys.argv, __name__, beside.NAME)")
+    before = {file.name for file in tmp_path.iterdir()}
+    record(path, ["--lr", "0.1"], 17)
+    assert f"{[str(path), '--lr', '0.1']} __main__ beside" in capsys.readouterr().out
+    assert {file.name for file in tmp_path.iterdir()} - {"__pycache__"} == before
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("import sys; sys.exit(3)", "ended with the exit status 3"), ("print(1)", "made no update by an optimizer")],
+)
+def test_a_script_that_trains_nothing_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        record(path, [], 5)
+
+
+def test_training_is_read_from_one_epoch_that_ends(tmp_path: Path) -> None:
+    training: Training = understood(
+        record(
+            script(
+                tmp_path,
+                optimizer="optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+                "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)",
+                end="scheduler.step(); break",
+            ),
+            [],
+            17,
+        )
+    )
+    assert training.is_by_epoch
+    assert training.recording.is_over
+    assert len(training.recording.updates) == 7
+    check_rerun(training)
