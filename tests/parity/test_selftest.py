@@ -172,7 +172,7 @@ def test_a_check_that_raises_fails_and_the_others_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collectives_check, "COLLECTIVES", {"psum": lambda x: x @ x[:3]})
-    monkeypatch.setattr(selftest, "CHECKS", ("collectives.collectives", "step.accumulation"))
+    monkeypatch.setattr(selftest, "CHECKS", ("collectives_check.collectives", "step_check.accumulation"))
     assert main(["selftest", "--device", "cpu"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("FAIL  collectives                 TypeError: ")
@@ -185,7 +185,7 @@ def test_a_nonfinite_figure_fails_and_is_null(
 ) -> None:
     monkeypatch.setattr(products_check, "ROUNDOFF", {"fp32": 0.0})
     monkeypatch.setattr(products_check, "policy", lambda name: Rounded(lambda x: x * jnp.float32(np.nan)))
-    monkeypatch.setattr(selftest, "CHECKS", ("products.products",))
+    monkeypatch.setattr(selftest, "CHECKS", ("products_check.products",))
     assert main(["selftest", "--json", str(tmp_path / "found.json")]) == 1
     (expected,) = json.loads((tmp_path / "found.json").read_text())["checks"]
     assert (expected["passed"], expected["figure"]) == (False, None)
