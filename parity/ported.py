@@ -17,7 +17,7 @@ from rich.console import Console
 
 from jaxtrain.cost import flops
 from jaxtrain.port.rerun import like, set_start
-from jaxtrain.port.write import PRECISIONS, Ported
+from jaxtrain.port.write import PRECISIONS, Ported, program_module
 from jaxtrain.run import Recipe, load_recipe
 from jaxtrain.runner import frozen, optimizer_expression, recipe_optimizer
 from parity.attestation import environment
@@ -61,6 +61,7 @@ def prove(result: Ported, folder: Path, name: str) -> Proof:
     write_page(folder / "proof.html", environment(), [page_case(Result(case, "fp64", settings_of(case), examination))])
     worst = f"losses {found.loss_rel:.0e}, gradients {found.grad_rel_max:.0e}, parameters {found.param_rel_max:.0e}"
     changed = _changed_settings(result, load_recipe(f"{folder / 'run.py'}::Run")[1])
+    changed += [line for i in range(1, len(result.training.programs)) for line in _of_shape(result, folder, name, i)]
     passed = found.passed and not changed
     answer = "equal" if passed else "NOT EQUAL"
     lines = [f"{case.settings['steps']} updates in float64: {worst}        {answer}", *found.faults, *changed]
@@ -84,13 +85,24 @@ def _changed_settings(result: Ported, recipe: Recipe) -> list[str]:
     ]
 
 
-def ported_case(result: Ported, folder: Path, name: str) -> Case:
+def _of_shape(result: Ported, folder: Path, name: str, shape: int) -> list[str]:
+    """Return a line for each difference of an update on batches of another shape, which the files compute as well."""
+    case = ported_case(result, folder, name, shape)
+    try:
+        faults = examine(case, "fp64", steps=1).verdict.faults
+    except (TypeError, ValueError) as error:  # of the written model, whose shapes are those of the first batch
+        faults = (str(error).partition("\n")[0],)
+    return [f"batches of {case.rows} rows: {fault}; give the DataLoader drop_last=True" for fault in faults]
+
+
+def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case:
     """Return the case of the files in a folder.
 
     Args:
       result: The script that they were written for.
       folder: The folder, with `run.py`.
       name: Name in reports.
+      shape: Number of the shape of its batches.
 
     Raises:
       UserError: A file cannot be read.
@@ -102,7 +114,8 @@ def ported_case(result: Ported, folder: Path, name: str) -> Case:
     shapes = task.shapes()
     expression = optimizer_expression(recipe)
     ours = recipe_optimizer(recipe, task.no_decay or (lambda path: False))
-    windows = _windows(result)
+    windows = _windows(result, shape)
+    module = result.module if shape == 0 else program_module(training, shape)
 
     def batch(seed: int, rows: int) -> Batch:
         window = windows[seed % len(windows)]
@@ -120,20 +133,20 @@ def ported_case(result: Ported, folder: Path, name: str) -> Case:
     )
     return Case(
         name=name,
-        torch_model=partial(_module, result),
+        torch_model=partial(_started, result, module),
         torch_loss=torch_loss,
         loss_fn=without_frozen(task.loss_fn, is_frozen),
         params_like=shapes.params,
         names=model.names,
         batch=batch,
-        rows=recipe.batch_size,
+        rows=len(next(iter(windows[0].values()))),
         optimizer=frozen_too(side, is_frozen),
         clip_norm=recipe.clip_norm,
         state_like=shapes.model_state,
         buffers=model.state_names,
         settings={"accumulate": recipe.accumulate, "steps": len(training.recording.updates)},
         precision=recipe.precision,
-        module=result.module,
+        module=module,
         is_large=flops(task.loss_fn, shapes.params, windows[0], jax.random.key(0), *_state(shapes)) > _LARGE,
     )
 
@@ -162,9 +175,9 @@ def _lengths(training: Any) -> list[int]:
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _module(result: Ported) -> torch.nn.Module:
+def _started(result: Ported, module: torch.nn.Module) -> torch.nn.Module:
     set_start(result.training)
-    return result.module
+    return module
 
 
 def _optimizer(result: Ported, named: Sequence[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
@@ -196,10 +209,10 @@ class _Recorded:
                 group.update(settings)
 
 
-def _windows(result: Ported) -> list[dict[str, np.ndarray]]:
-    """Return the recorded windows of batches of the first shapes."""
+def _windows(result: Ported, shape: int) -> list[dict[str, np.ndarray]]:
+    """Return the recorded windows of batches of a shape."""
     training, found = result.training, []
-    first, inputs = training.programs[0]
+    first, inputs = training.programs[shape]
     names = {leaf: name for name, leaf in inputs.leaves.items()}
     shapes = {name: first.tensors[value].shape for value, name in inputs.batch.items()}
     for update in training.recording.updates:

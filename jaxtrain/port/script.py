@@ -113,7 +113,8 @@ class _Watch:
         self.recording, self.recorder = Recording(), Recorder(script)
         self._most, self._progress, self._ends_at = updates, progress, ends_at
         self._update = Update()
-        self._leaves: dict[int, tuple[Leaf, torch.Tensor]] = {}
+        # With the tensor itself, so that no other one has its identity, and with what it was.
+        self._leaves: dict[int, tuple[Leaf, torch.Tensor, torch.Tensor]] = {}
         self._since_batch = set[int]()
         self._evaluated: dict[int, Line] = {}
         self._scaled: dict[int, tuple[torch.Tensor, float]] = {}
@@ -213,8 +214,7 @@ class _Watch:
             self._evaluated.clear()
             if number >= 0 and number not in self.recording.batches:
                 self.recording.batches[number] = batch
-            self._leaves |= {id(x): (Leaf(number, key), x.clone()) for key, x in _leaves(batch, self.recorder.line())}
-            self._kept_batch = batch  # no other tensor has the identity of one of its tensors
+            self._leaves |= {id(x): (Leaf(number, key), x, x.clone()) for key, x in _leaves(batch)}
             for _, x in tensors_in(batch):
                 self.recorder.value(x)
             yield batch
@@ -256,7 +256,7 @@ class _Watch:
         program = self.recorder.program(loss)
         tensors = {value: self.recorder.tensor(value) for value in program.roots}
         leaves = {value: self._leaves[id(x)][0] for value, x in tensors.items() if id(x) in self._leaves}
-        before = {value: self._leaves[id(x)][1] if id(x) in self._leaves else x for value, x in tensors.items()}
+        before = {value: self._leaves[id(x)][2] if id(x) in self._leaves else x for value, x in tensors.items()}
         return Backward(
             program,
             before,
@@ -302,6 +302,7 @@ class _Watch:
     def _end_update(self) -> None:
         self.recording.updates.append(self._update)
         self._update = Update()
+        self._leaves.clear()
         self._scaled.clear()
         self._unscaled.clear()
         self._progress(len(self.recording.updates))
@@ -313,10 +314,10 @@ class _Watch:
             line = self.recorder.line()
             if self.recorder.is_inside:  # of its constructor, or of a scheduler that contains it
                 return step(scheduler, *args, **kwargs)
-            with self.recorder.inside():
-                result = step(scheduler, *args, **kwargs)
             if args or kwargs:
-                line = line._replace(function="step(…)")
+                raise refused(f"{type(scheduler).__name__}.step with arguments", line, "call it without any")
+            with self.recorder.inside():
+                result = step(scheduler)
             self._update.schedulers.append((scheduler, line))
             return result
 
@@ -378,7 +379,7 @@ def _parameters(optimizer: Any) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _leaves(batch: Any, line: Line) -> Iterator[tuple[str | int | None, torch.Tensor]]:
+def _leaves(batch: Any) -> Iterator[tuple[str | int | None, torch.Tensor]]:
     """Yield the tensors of a batch with their keys."""
     if isinstance(batch, torch.Tensor):
         yield None, batch

@@ -89,10 +89,14 @@ def understood(recording: Recording) -> Training:
     loader, rows = _data(programs)
     count = _batches(recording, loader)
     if count % accumulate:
-        raise _refused(
+        raise refused_at(
             f"the last window of an epoch has {count % accumulate} of {accumulate} micro-batches",
             updates[0].line,
             f"choose a batch size with which the {count} batches are whole windows, or accumulate nothing",
+        )
+    if accumulate > 1 and len(programs) > 1:
+        raise refused_at(
+            "the micro-batches of a window differ in size", programs[1][0].line, "give the DataLoader drop_last=True"
         )
     scheduler, is_by_epoch = _scheduler(recording, optimizer, loader)
     return Training(
@@ -118,7 +122,8 @@ def inputs_of(training: Training, backward: Backward) -> Inputs:
     return _inputs(backward, training.modules, names)
 
 
-def _refused(problem: str, line: Line | None, remedy: str) -> UserError:
+def refused_at(problem: str, line: Line | None, remedy: str) -> UserError:
+    """Return the error of a script that cannot be carried over, with its line."""
     at = f" ({format_location(line.file, line.number)})" if line is not None else ""
     return UserError(f"{problem}{at}: {remedy}")
 
@@ -126,10 +131,12 @@ def _refused(problem: str, line: Line | None, remedy: str) -> UserError:
 def _only_optimizer(updates: Sequence[Update]) -> torch.optim.Optimizer:
     found = {id(update.optimizer): update for update in updates if update.optimizer is not None}
     if not found:
-        raise _refused("every update was skipped by the GradScaler", updates[0].line, "give --updates a larger number")
+        raise refused_at(
+            "every update was skipped by the GradScaler", updates[0].line, "give --updates a larger number"
+        )
     if len(found) > 1:
         other = [*found.values()][1]
-        raise _refused("a second optimizer steps", other.line, "one optimizer can be carried over")
+        raise refused_at("a second optimizer steps", other.line, "one optimizer can be carried over")
     (update,) = found.values()
     assert update.optimizer is not None
     return update.optimizer
@@ -166,7 +173,7 @@ def _modules(
     for group in optimizer.param_groups:
         for p in group["params"]:
             if id(p) not in own:
-                raise _refused(
+                raise refused_at(
                     f"a trained tensor {list(p.shape)} belongs to no module",
                     recording.optimizers.get(id(optimizer)),
                     "make it a parameter of a torch.nn.Module",
@@ -183,7 +190,7 @@ def _check_modes(backwards: Sequence[Backward], modules: Mapping[str, torch.nn.M
     for backward in backwards:
         for part, line in backward.evaluated.items():
             if part in own:
-                raise _refused(
+                raise refused_at(
                     f"{own[part]} is in evaluation mode while it is trained", line, "call .train() of the whole model"
                 )
 
@@ -233,14 +240,14 @@ def _compare(first: Backward, its: Inputs, other: Backward, inputs: Inputs, *, o
             continue
         line = (two or one)[0]
         if one is None or two is None or one[1] != two[1]:
-            raise _refused("the calls of an update differ from update to update", line, _SAME)
+            raise refused_at("the calls of an update differ from update to update", line, _SAME)
         if one[2] != two[2]:
-            raise _refused(f"an argument differs from update to update ({one[2]}, then {two[2]})"[:300], line, _SAME)
-        raise _refused("what a call reads, or its autocast region, differs from update to update", line, _SAME)
+            raise refused_at(f"an argument differs from update to update ({one[2]}, then {two[2]})"[:300], line, _SAME)
+        raise refused_at("what a call reads, or its autocast region, differs from update to update", line, _SAME)
     for value, constant in zip(inputs.constants, its.constants, strict=True):
         if digest(inputs.constants[value]) != digest(its.constants[constant]):
             line = next((c.line for c in other.program.calls if value in {*c.reads()}), other.line)
-            raise _refused(
+            raise refused_at(
                 f"a tensor {list(inputs.constants[value].shape)} differs from update to update and comes from no batch",
                 line,
                 "take it from the batch, or keep it as a buffer of the module",
@@ -292,7 +299,7 @@ def _window(updates: Sequence[Update]) -> int:
     count = len(updates[0].backwards)
     for update in updates:
         if len(update.backwards) != count:
-            raise _refused(
+            raise refused_at(
                 f"an update has {len(update.backwards)} calls of backward, the first one {count}",
                 update.line,
                 "accumulate the same number of micro-batches in every update",
@@ -308,10 +315,12 @@ def _data(programs: Sequence[tuple[Backward, Inputs]]) -> tuple[int, int]:
         problem = (
             "the loss reads batches of several DataLoaders" if loaders else "the loss reads no batch of a DataLoader"
         )
-        raise _refused(problem, backward.line, "take the batches from one torch.utils.data.DataLoader")
+        raise refused_at(problem, backward.line, "take the batches from one torch.utils.data.DataLoader")
     rows = {backward.tensors[value].shape[0] if backward.tensors[value].ndim else 0 for value in inputs.batch}
     if len(rows) != 1 or 0 in rows:
-        raise _refused("the tensors of a batch differ in their rows", backward.line, "give each the rows of the batch")
+        raise refused_at(
+            "the tensors of a batch differ in their rows", backward.line, "give each the rows of the batch"
+        )
     return loaders.pop(), rows.pop()
 
 
@@ -320,7 +329,7 @@ def _batches(recording: Recording, loader: int) -> int:
     try:
         return len(found.loader)
     except TypeError:
-        raise _refused("the DataLoader has no length", found.line, "give its dataset a __len__") from None
+        raise refused_at("the DataLoader has no length", found.line, "give its dataset a __len__") from None
 
 
 def _clip(updates: Sequence[Update], optimizer: torch.optim.Optimizer, is_scaled: bool) -> Clip | None:
@@ -328,22 +337,22 @@ def _clip(updates: Sequence[Update], optimizer: torch.optim.Optimizer, is_scaled
     first = found[0]
     for clips in found:
         if len(clips) > 1:
-            raise _refused("gradients are clipped twice", clips[1].line, "clip once")
+            raise refused_at("gradients are clipped twice", clips[1].line, "clip once")
         same = [(c.function, c.bound, c.options, c.parameters) for c in clips]
         if same != [(c.function, c.bound, c.options, c.parameters) for c in first]:
-            raise _refused(
+            raise refused_at(
                 "clipping differs from update to update", (clips or first)[0].line, "clip alike in every update"
             )
     if not first:
         return None
     (clip,) = first
     if clip.options.get("norm_type", 2.0) != 2.0 or clip.options.get("error_if_nonfinite"):
-        raise _refused(f"{clip.function} with {dict(clip.options)}", clip.line, "clip by the norm of order 2")
+        raise refused_at(f"{clip.function} with {dict(clip.options)}", clip.line, "clip by the norm of order 2")
     if is_scaled and not clip.is_unscaled:
-        raise _refused("gradients are clipped before GradScaler.unscale_", clip.line, "unscale them first")
+        raise refused_at("gradients are clipped before GradScaler.unscale_", clip.line, "unscale them first")
     trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if not trained <= clip.parameters:
-        raise _refused("some of the trained parameters are clipped", clip.line, "clip all of them")
+        raise refused_at("some of the trained parameters are clipped", clip.line, "clip all of them")
     return clip
 
 
@@ -353,28 +362,28 @@ def _scheduler(recording: Recording, optimizer: torch.optim.Optimizer, loader: i
     steps = [step for update in (*updates, recording.rest) for step in update.schedulers]
     stepped, made = {id(step[0]): step for step in steps}, [*recording.schedulers.values()]
     if len(stepped) > 1:
-        raise _refused("two schedulers step", [*stepped.values()][1][1], "combine them by ChainedScheduler")
+        raise refused_at("two schedulers step", [*stepped.values()][1][1], "combine them by ChainedScheduler")
     if not stepped:
         changed = next((u for u in updates if u.settings and u.settings != updates[0].settings), None)
         if changed is not None:
-            raise _refused(
+            raise refused_at(
                 f"settings of the optimizer change without a scheduler{_difference(updates[0], changed)}",
                 changed.line,
                 "use a scheduler of torch.optim.lr_scheduler",
             )
         if made:
-            raise _refused(f"no scheduler stepped in {len(updates)} updates", made[0], "give --updates more")
+            raise refused_at(f"no scheduler stepped in {len(updates)} updates", made[0], "give --updates more")
         return None, False
     ((scheduler, line),) = stepped.values()
-    if scheduler.optimizer is not optimizer or line.function == "step(…)":
-        raise _refused(f"{type(scheduler).__name__}.step with arguments", line, "call it without any")
+    if scheduler.optimizer is not optimizer:
+        raise refused_at(f"{type(scheduler).__name__} schedules another optimizer", line, "schedule the one that steps")
     later = [*updates[1:], *([recording.rest] if recording.is_over else [])]
     counts = [len(update.schedulers) for update in later]
     if all(count == 1 for count in counts):
         return scheduler, False
     if counts == [update.passes.count(loader) for update in later]:
         return scheduler, True
-    raise _refused(
+    raise refused_at(
         "the scheduler steps neither after every update nor after every epoch", line, "step it at one of these"
     )
 
@@ -388,5 +397,5 @@ def _difference(before: Update, after: Update) -> str:
 def _autocast(backwards: Sequence[Backward]) -> torch.dtype | None:
     found = {c.ambient.autocast: c.line for b in backwards for c in b.program.calls if c.ambient.autocast is not None}
     if len({dtype for dtype, _ in found}) > 1:
-        raise _refused("autocast regions of two dtypes", [*found.values()][1], "use one")
+        raise refused_at("autocast regions of two dtypes", [*found.values()][1], "use one")
     return next((dtype for dtype, _ in found), None)

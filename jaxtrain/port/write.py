@@ -8,16 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 import torch
 
-from jaxtrain.errors import UserError, format_location
 from jaxtrain.interop import live_expression
 from jaxtrain.optim import Call, Expression, format_expression
 from jaxtrain.port.replay import recorded_module
 from jaxtrain.port.rerun import set_start
-from jaxtrain.port.understand import Training
+from jaxtrain.port.understand import Training, refused_at
 from jaxtrain.torch_import import ImportedModel, Line, from_torch
-
-EPOCH = "updates_per_epoch"
-"""The field of a written recipe that a schedule by epoch counts in."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +41,17 @@ def ported(training: Training) -> Ported:
     """
     set_start(training)
     backward, inputs = training.programs[0]
-    module = recorded_module(backward.program, training.modules, inputs.owned, inputs.batch, inputs.constants)
-    module.train()
+    module = program_module(training, 0)
     example = {name: backward.tensors[value].detach() for value, name in inputs.batch.items()}
     model = from_torch(module, example)
     return Ported(training, module, model, _optimizer(training, module, model))
+
+
+def program_module(training: Training, number: int) -> torch.nn.Module:
+    """Return the program of batches of a shape as a module, by the number of the shape."""
+    backward, inputs = training.programs[number]
+    module = recorded_module(backward.program, training.modules, inputs.owned, inputs.batch, inputs.constants)
+    return module.train()
 
 
 def _optimizer(training: Training, module: torch.nn.Module, model: ImportedModel) -> Expression:
@@ -65,7 +67,7 @@ def _optimizer(training: Training, module: torch.nn.Module, model: ImportedModel
         for name, value in call.arguments.items():
             if isinstance(value, Call) and _has_function(value):
                 line = training.recording.schedulers[id(scheduler)]
-                raise _refused(
+                raise refused_at(
                     f"{type(scheduler).__name__} has a function of the script's", line, "use another scheduler"
                 )
             if isinstance(value, Call) and training.is_by_epoch:
@@ -76,10 +78,6 @@ def _optimizer(training: Training, module: torch.nn.Module, model: ImportedModel
 def _has_function(call: Call) -> bool:
     values = [x for value in call.arguments.values() for x in (value if isinstance(value, list | tuple) else [value])]
     return any(_has_function(x) if isinstance(x, Call) else callable(x) for x in values)
-
-
-def _refused(problem: str, line: Line, remedy: str) -> UserError:
-    return UserError(f"{problem} ({format_location(line.file, line.number)}): {remedy}")
 
 
 def write(result: Ported, script: Path, args: Sequence[str], folder: Path) -> list[Path]:
@@ -249,10 +247,10 @@ def _batch_keys(training: Training) -> tuple[str, ...]:
     names = {leaf.key: name for _, inputs in training.programs for name, leaf in inputs.leaves.items()}
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
     if not all(isinstance(x, torch.Tensor) for x in values):
-        raise _refused("a batch has values that are no tensors", line, "return a tuple or a dict of tensors")
+        raise refused_at("a batch has values that are no tensors", line, "return a tuple or a dict of tensors")
     if isinstance(batch, Mapping):
         if other := [name for key, name in names.items() if key != name]:
-            raise _refused(f"the tensor {other[0]} of a batch has another key", line, "use its key as a name")
+            raise refused_at(f"the tensor {other[0]} of a batch has another key", line, "use its key as a name")
         return ()
     if isinstance(batch, torch.Tensor):
         return (names[None],)

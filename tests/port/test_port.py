@@ -92,6 +92,20 @@ def test_a_bug_in_the_written_model_is_noticed(small) -> None:
         (folder / "model.py").write_text(text)
 
 
+@pytest.mark.parametrize(
+    "loss", ["criterion(model(x), y)", "nn.functional.cross_entropy(model(x), y, reduction='sum') / len(x)"]
+)
+def test_a_smaller_last_batch_is_proved_too(tmp_path: Path, loss: str) -> None:
+    path = script(tmp_path, forward=f"loss = {loss}")
+    training = understood(record(path, [], 9))
+    check_rerun(training)
+    result = ported(training)
+    write(result, path, [], tmp_path)
+    proof = prove(result, tmp_path, "small")
+    assert proof.passed == ("len(x)" not in loss)
+    assert proof.passed or all("batches of 2 rows: " in line for line in proof.lines[1:])
+
+
 def test_the_data_of_a_recipe_are_the_scripts_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = script(tmp_path, forward="raise AssertionError('the script does not train')")
     loader = script_loader(path, [], 0)

@@ -232,3 +232,21 @@ def test_training_is_read_from_one_epoch_that_ends(tmp_path: Path) -> None:
     assert training.recording.is_over
     assert len(training.recording.updates) == 7
     check_rerun(training)
+
+
+def test_windows_of_batches_that_differ_in_size_are_refused(tmp_path: Path) -> None:
+    path = script(tmp_path, step="if i % 2: optimizer.step(); optimizer.zero_grad()")
+    path.write_text(path.read_text().replace("batch_size=8", "batch_size=9"))  # six batches, the last one of five rows
+    with pytest.raises(UserError, match="the micro-batches of a window differ in size"):
+        understood(record(path, [], 9))
+
+
+def test_a_scheduler_of_a_metric_is_refused(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        optimizer="optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)",
+        end="scheduler.step(loss)",
+    )
+    with pytest.raises(UserError, match=r"ReduceLROnPlateau\.step with arguments"):
+        record(path, [], 17)
