@@ -53,8 +53,9 @@ class ScriptRows:
       names: Names of the values of a batch that is a tuple.
 
     Example:
-      >>> rows = ScriptRows([{"x": np.arange(2)}, {"x": np.arange(2, 4)}], ())
-      >>> [int(row["x"]) for row in rows]
+      >>> from torch.utils.data import DataLoader
+      >>> loader = DataLoader([{"x": i} for i in range(4)], batch_size=2)
+      >>> [int(row["x"]) for row in ScriptRows(loader, ())]
       [0, 1, 2, 3]
     """
 
