@@ -56,7 +56,7 @@ def templates(*files):
 def matched_length(candidates, message):
     """Return how many characters of a message are literal text of templates, including nested ones."""
     matches = [(template, values) for template in candidates if (values := template.values(message)) is not None]
-    inner = [sum(matched_length(candidates, part) for part in values if len(part) > 20) for _, values in matches]
+    inner = [sum(matched_length(candidates, part) for part in values if len(part) >= 12) for _, values in matches]
     return max((template.literal_length + more for (template, _), more in zip(matches, inner, strict=True)), default=0)
 
 
