@@ -3,6 +3,7 @@
 The calls are those of the script itself. What a module or a function of PyTorch calls in turn is part of that call.
 """
 
+import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,25 @@ class Value(NamedTuple):
     """A tensor of a recording, by number."""
 
     number: int
+
+
+class Origin(enum.Flag):
+    """What a tensor's values depend on."""
+
+    MODEL = enum.auto()
+    """Parameters, buffers, or what modules return."""
+    SHAPE = enum.auto()
+    """The shape of such a tensor, as those of `zeros_like`."""
+    BATCH = enum.auto()
+    """A batch of a DataLoader, or what is called between it and `backward`."""
+
+    OTHER = 0
+
+
+OF_MODEL = Origin.MODEL
+"""A program of these calls takes all else as its inputs."""
+OF_BATCH = Origin.MODEL | Origin.SHAPE | Origin.BATCH
+"""A program of these calls begins with the batches of a DataLoader."""
 
 
 class Ambient(NamedTuple):
@@ -44,6 +64,7 @@ class Call(NamedTuple):
       ambient: What it is computed under.
       line: The innermost line of the script that is executed.
       random: State of PyTorch's generator before the call; None for one that draws nothing.
+      origin: What its results depend on.
     """
 
     function: Callable[..., Any]
@@ -54,6 +75,7 @@ class Call(NamedTuple):
     ambient: Ambient
     line: Line
     random: torch.Tensor | None
+    origin: Origin
 
     def reads(self) -> Iterator[Value]:
         """Yield the tensors among the arguments."""
@@ -67,11 +89,57 @@ class Program(NamedTuple):
       calls: The calls, in their order.
       loss: The tensor that `backward` was called on.
       roots: The tensors that the calls read and none of them made.
+      kept: Other tensors that the calls make, which a later program reads.
     """
 
     calls: tuple[Call, ...]
     loss: Value
     roots: tuple[Value, ...]
+    kept: tuple[Value, ...] = ()
+
+
+class Interval(NamedTuple):
+    """What a script called between two calls of `backward`.
+
+    Attributes:
+      calls: The calls, in their order.
+      loss: The tensor that `backward` was called on.
+      memory: From a tensor to the memory that it is in.
+      given: What the tensors were that are no parameters and were not computed by the model in this interval, when
+        the model or another followed call first read them.
+      identities: Identities of the tensors that were there before.
+      carried: Those of them that the model computed.
+    """
+
+    calls: tuple[Call, ...]
+    loss: Value
+    memory: Mapping[Value, int]
+    given: Mapping[Value, torch.Tensor]
+    identities: Mapping[Value, int]
+    carried: frozenset[Value]
+
+    def program(self, origin: Origin, kept: Sequence[Value] = ()) -> Program:
+        """Return the calls that the loss depends on.
+
+        Args:
+          origin: The results of calls of another origin are roots of the program.
+          kept: Other tensors that it makes.
+        """
+        wanted = {self.loss, *kept}
+        places, found = {self.memory[value] for value in wanted}, list[Call]()
+        for call in reversed(self.calls):
+            makes = not wanted.isdisjoint(value for _, value in call.results)
+            # A call that changes the memory of a needed tensor is needed.
+            if call.origin & origin and (makes or any(self.memory[value] in places for value in call.writes)):
+                found.append(call)
+                wanted.update(call.reads())
+                places.update(self.memory[value] for value in call.reads())
+        found.reverse()
+        made = {value for call in found for _, value in call.results}
+        read = dict.fromkeys(value for call in found for value in call.reads())
+        if self.loss not in made:
+            read[self.loss] = None
+        return Program(tuple(found), self.loss, tuple(value for value in read if value not in made), tuple(kept))
 
 
 def values_in(argument: Any) -> Iterator[Value]:
@@ -125,26 +193,3 @@ def at(result: Any, path: Sequence[Step]) -> Any:
     for kind, key in path:
         result = result[key] if kind == "item" else getattr(result, key)
     return result
-
-
-def needed(calls: Sequence[Call], loss: Value, storage: Callable[[Value], int]) -> Program:
-    """Return the program of a loss: the calls that it depends on.
-
-    Args:
-      calls: The calls in their order.
-      loss: The tensor that `backward` was called on.
-      storage: From a tensor to the memory that it is in: a call that changes that of a needed tensor is needed.
-    """
-    wanted, memory, kept = {loss}, {storage(loss)}, list[Call]()
-    for call in reversed(calls):
-        made = {value for _, value in call.results}
-        if not made.isdisjoint(wanted) or any(storage(value) in memory for value in call.writes):
-            kept.append(call)
-            wanted.update(call.reads())
-            memory.update(map(storage, call.reads()))
-    kept.reverse()
-    made = {value for call in kept for _, value in call.results}
-    read = dict.fromkeys(value for call in kept for value in call.reads())
-    if loss not in made:
-        read[loss] = None
-    return Program(tuple(kept), loss, tuple(value for value in read if value not in made))

@@ -2,8 +2,11 @@
 
 import contextlib
 import functools
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,11 +14,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from jaxtrain.port.calls import Ambient, Call, Program, Value, needed, tensors_in, with_values
+from jaxtrain.port.calls import Ambient, Call, Interval, Origin, Value, tensors_in, with_values
 from jaxtrain.torch_import import Line, is_internal
 
 READING = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"})
 """Methods of a tensor by which Python sees its values."""
+OF_SHAPE = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"})
+OF_SHAPE |= {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
+"""Functions that read the shape of a tensor and not its values."""
 _OURS = str(Path(__file__).parent)
 _DEVICES = ("cpu", "cuda")
 
@@ -24,9 +30,10 @@ class Recorder(TorchFunctionMode):
     """Records calls while entered, those of the script alone: `inside` hides what they call in turn.
 
     Attributes:
-      calls: The calls since `forget`.
+      calls: The calls since `end_interval`.
       reads: Lines of the script that read the values of a tensor.
       on_backward: Called with the loss, and the arguments of `Tensor.backward`, in place of it.
+      answer: Called with a module that has tensors and its arguments, in place of the module.
     """
 
     def __init__(self, script: str) -> None:
@@ -35,34 +42,69 @@ class Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self.reads: dict[Line, None] = {}
         self.on_backward: Callable[..., None] = lambda loss, *args, **kwargs: None
+        self.answer: Callable[..., Any] = lambda module, *args, **kwargs: module(*args, **kwargs)
         self._depth = 0
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._numbers: dict[int, Value] = {}
         self._count = 0
-
-    def forget(self) -> None:
-        """Begin a new list of calls."""
-        self.calls = []
-        self._tensors, self._numbers = {}, {}
+        self._made = set[Value]()
+        self._has_batch = False
+        self._numbers: dict[int, Value] = {}  # by the identity of a tensor that lives
+        self._living: dict[Value, weakref.ref[torch.Tensor]] = {}
+        self._held: dict[int, torch.Tensor] = {}  # so that no other tensor has their identity in this interval
+        self._origins: dict[Value, Origin] = {}
+        self._memory: dict[Value, int] = {}
+        self._given: dict[Value, tuple[torch.Tensor, int]] = {}
 
     def value(self, tensor: torch.Tensor) -> Value:
-        """Return the number of a tensor, which is kept until `forget`, so that no other one has its identity."""
+        """Return the number of a tensor, which lives at least until `end_interval`."""
         if id(tensor) not in self._numbers:
             self._count += 1
-            self._numbers[id(tensor)] = Value(self._count)
-            self._tensors[self._count] = tensor
+            value, key = Value(self._count), id(tensor)
+            self._numbers[key] = value
+            self._living[value] = weakref.ref(tensor, lambda _: self._forget(key, value))
+            self._memory[value] = _memory(tensor)
+        self._held[id(tensor)] = tensor
         return self._numbers[id(tensor)]
 
-    def tensor(self, value: Value) -> torch.Tensor:
-        """Return the tensor of a number."""
-        return self._tensors[value.number]
+    def _forget(self, key: int, value: Value) -> None:
+        for known in (self._living, self._origins, self._memory, self._given):
+            known.pop(value, None)
+        if self._numbers.get(key) == value:
+            del self._numbers[key]
 
-    def program(self, loss: torch.Tensor) -> Program:
-        """Return the calls that a loss depends on."""
-        return needed(self.calls, self.value(loss), self._memory)
+    def lives(self, value: Value) -> bool:
+        """Return whether a tensor still exists."""
+        return value in self._living
 
-    def _memory(self, value: Value) -> int:
-        return self.tensor(value).untyped_storage().data_ptr()
+    def add_batch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note the tensors of a batch."""
+        self._has_batch = True
+        for x in tensors:
+            self._origins[self.value(x)] = Origin.BATCH
+            self._given[self.value(x)] = x.clone(), _version(x)
+
+    def interval(self, loss: torch.Tensor) -> Interval:
+        """Return what was called since `end_interval`, up to a loss."""
+        value = self.value(loss)
+        read = {value, *(x for call in self.calls for x in (*call.reads(), *call.writes))}
+        before = read - self._made
+        identities = {self._numbers[key]: key for key in self._held}
+        return Interval(
+            calls=tuple(self.calls),
+            loss=value,
+            memory={x: self._memory.get(x, -x.number) for x in read | self._made},
+            given={x: self._given[x][0] for x in read if x in self._given},
+            identities={x: identities[x] for x in before if x in identities},
+            carried=frozenset(x for x in before if self._origins.get(x, Origin.OTHER) & Origin.MODEL),
+        )
+
+    def forget_writes(self) -> None:
+        """Forget the calls that have changed parameters: those that initialize them."""
+        self.calls = [call for call in self.calls if not (call.writes and call.origin & Origin.MODEL)]
+
+    def end_interval(self) -> None:
+        """Begin a new list of calls."""
+        self.calls, self._made, self._has_batch = [], set(), False
+        self._held.clear()
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -95,15 +137,46 @@ class Recorder(TorchFunctionMode):
             given = [x for _, x in tensors_in((args, kwargs))]
             versions = [_version(x) for x in given]
             positional, named = with_values((tuple(args), dict(kwargs)), self.value)
+            is_model = isinstance(function, torch.nn.Module) and has_tensors(function)
+            origin = self._origin(function, given, is_model=is_model)
+            if origin:
+                self._keep(given)
             before, ambient = torch.get_rng_state(), _ambient()
-            result = function(*args, **kwargs)
+            result = (partial(self.answer, function) if is_model else function)(*args, **kwargs)
             found = [(path, x) for path, x in tensors_in(result) if id(x) not in self._numbers]
             writes = tuple(self.value(x) for x, version in zip(given, versions, strict=True) if _version(x) != version)
             random = None if torch.equal(before, torch.get_rng_state()) else before
             if found or writes:
                 results = tuple((path, self.value(x)) for path, x in found)
-                self.calls.append(Call(function, positional, named, results, writes, ambient, line, random))
+                for value in (*(value for _, value in results), *writes):
+                    self._origins[value] = self._origins.get(value, Origin.OTHER) | origin
+                self._made.update(value for _, value in results)
+                self.calls.append(Call(function, positional, named, results, writes, ambient, line, random, origin))
+                if origin & Origin.MODEL and not ambient.grad:  # of an evaluation, which may make a lot
+                    for _, x in found:
+                        del self._held[id(x)]
         return result
+
+    def _origin(self, function: Any, given: Sequence[torch.Tensor], *, is_model: bool) -> Origin:
+        """Return what the results of a call depend on."""
+        origin = Origin.MODEL if is_model else Origin.OTHER
+        for x in given:
+            origin |= self._origins.get(self.value(x), Origin.OTHER)
+            if x.requires_grad or isinstance(x, torch.nn.Parameter):
+                origin |= Origin.MODEL
+        if getattr(function, "__name__", "") in OF_SHAPE and origin & Origin.MODEL:
+            origin = (origin & ~Origin.MODEL) | Origin.SHAPE
+        return origin | Origin.BATCH if self._has_batch else origin
+
+    def _keep(self, given: Sequence[torch.Tensor]) -> None:
+        """Keep what the arguments of a call are, of those that are no parameters and not made by the model just now."""
+        for x in given:
+            value = self.value(x)
+            of_model = self._origins.get(value, Origin.OTHER) & Origin.MODEL
+            if isinstance(x, torch.nn.Parameter) or (of_model and value in self._made):
+                continue
+            if value not in self._given or self._given[value][1] != _version(x):
+                self._given[value] = x.detach().clone(), _version(x)
 
     def variables(self) -> Iterator[dict[str, Any]]:
         """Yield the variables of the functions of the script that are being executed, innermost first."""
@@ -127,6 +200,18 @@ class Recorder(TorchFunctionMode):
         return other or Line(self.script, 1, "<module>")
 
 
+def has_tensors(module: torch.nn.Module) -> bool:
+    """Return whether a module has parameters or buffers."""
+    return next(itertools.chain(module.parameters(), module.buffers()), None) is not None
+
+
+def _memory(x: torch.Tensor) -> int:
+    try:
+        return x.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse
+        return -id(x)
+
+
 def _version(x: torch.Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
@@ -136,14 +221,16 @@ def _ambient() -> Ambient:
     return Ambient(torch.is_grad_enabled(), regions[0] if regions else None)
 
 
-def recorded_calls(recorder: Recorder, before_module: Callable[[torch.nn.Module], None]) -> list[tuple[Any, str, Any]]:
+def recorded_calls(
+    recorder: Recorder, around_module: Callable[[torch.nn.Module, Callable[[], Any]], Any]
+) -> list[tuple[Any, str, Any]]:
     """Return the replacements, as (owner, name, function), by which calls are recorded that are no functions.
 
     These are calls of modules and of `torch.autograd.Function`.
 
     Args:
       recorder: Records them.
-      before_module: Called with each module that the script calls.
+      around_module: Makes the call of a module by the script.
     """
     call, apply = torch.nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
 
@@ -151,8 +238,7 @@ def recorded_calls(recorder: Recorder, before_module: Callable[[torch.nn.Module]
     def module_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if recorder.is_inside:
             return call(self, *args, **kwargs)
-        before_module(self)
-        return recorder.called(self, args, kwargs)
+        return around_module(self, partial(recorder.called, self, args, kwargs))
 
     def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         bound = apply.__get__(None, cls)

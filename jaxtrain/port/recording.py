@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jaxtrain.port.calls import Program, Value
+from jaxtrain.port.calls import Interval, Program, Value
 from jaxtrain.torch_import import Line
 
 
@@ -27,9 +27,9 @@ class Backward:
     """A call of `backward`, and the program of its loss.
 
     Attributes:
+      interval: What was called since the last one.
       program: The calls that the loss depends on.
-      tensors: The tensors that the program reads and does not make, by number, as they were before it.
-      leaves: Those of them that come from a batch.
+      leaves: Tensors of a batch that they read.
       names: Names of the script's variables, by number of the tensor.
       loss: Value of the loss, before it was scaled.
       scale: Factor of `GradScaler.scale`; None without one.
@@ -38,8 +38,8 @@ class Backward:
       evaluated: The lines that called modules in evaluation mode, by the identity of these.
     """
 
+    interval: Interval
     program: Program
-    tensors: Mapping[Value, torch.Tensor]
     leaves: Mapping[Value, Leaf]
     names: Mapping[Value, str]
     loss: torch.Tensor
@@ -47,6 +47,11 @@ class Backward:
     line: Line
     reads: tuple[Line, ...]
     evaluated: Mapping[int, Line]
+
+    @property
+    def tensors(self) -> Mapping[Value, torch.Tensor]:
+        """What the tensors were that its calls read, by number."""
+        return self.interval.given
 
 
 @dataclass(frozen=True)

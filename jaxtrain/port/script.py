@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from jaxtrain.errors import UserError, format_location
-from jaxtrain.port.calls import Value, tensors_in
+from jaxtrain.port.calls import OF_BATCH, Value, tensors_in
 from jaxtrain.port.recorder import Recorder, recorded_calls
 from jaxtrain.port.recording import Backward, Clip, Leaf, Pass, Recording, Update
 from jaxtrain.port.short_passes import short_pass
@@ -113,9 +113,8 @@ class _Watch:
         self.recording, self.recorder = Recording(), Recorder(script)
         self._most, self._progress, self._ends_at = updates, progress, ends_at
         self._update = Update()
-        # With the tensor itself, so that no other one has its identity, and with what it was.
-        self._leaves: dict[int, tuple[Leaf, torch.Tensor, torch.Tensor]] = {}
-        self._since_batch = set[int]()
+        self._leaves: dict[Value, Leaf] = {}
+        self._started: dict[int, int] = {}
         self._evaluated: dict[int, Line] = {}
         self._scaled: dict[int, tuple[torch.Tensor, float]] = {}
         self._unscaled = set[int]()
@@ -137,7 +136,7 @@ class _Watch:
         try:
             with contextlib.ExitStack() as patches:
                 for owner, name, function in (
-                    *recorded_calls(self.recorder, self._before_module),
+                    *recorded_calls(self.recorder, self._around_module),
                     *self._replacements(),
                 ):
                     patches.enter_context(mock.patch.object(owner, name, function))
@@ -209,26 +208,30 @@ class _Watch:
             if batch is _END:
                 self._update.passes.append(number)
                 return
-            self.recorder.forget()
-            self._since_batch.clear()
             self._evaluated.clear()
             if number >= 0 and number not in self.recording.batches:
                 self.recording.batches[number] = batch
-            self._leaves |= {id(x): (Leaf(number, key), x, x.clone()) for key, x in _leaves(batch)}
-            for _, x in tensors_in(batch):
-                self.recorder.value(x)
+            with self.recorder.inside():
+                self.recorder.add_batch(x for _, x in tensors_in(batch))
+                self._leaves |= {self.recorder.value(x): Leaf(number, key) for key, x in _leaves(batch)}
             yield batch
 
-    def _before_module(self, module: torch.nn.Module) -> None:
-        """Keep the modes of a module, and what its parameters and buffers are before the first update."""
+    def _around_module(self, module: torch.nn.Module, call: Callable[[], Any]) -> Any:
+        """Call a module; keep its modes, and what its parameters and buffers are before the first update."""
         self._evaluated |= {id(part): self.recorder.line() for part in module.modules() if not part.training}
         if self.recording.updates or self._update.backwards:
-            return
+            return call()
+        if not self._started and torch.is_grad_enabled():
+            self.recorder.forget_writes()
+        tensors = [*module.parameters(), *module.buffers()]
         with self.recorder.inside():
-            for x in (*module.parameters(), *module.buffers()):
-                if id(x) not in self._since_batch:
-                    self._since_batch.add(id(x))
+            for x in tensors:
+                if self._started.get(id(x)) != x._version:
                     self.recording.start[id(x)] = x.detach().clone()
+        result = call()
+        if torch.is_grad_enabled():  # what it changes itself, such as statistics, is a part of the first update
+            self._started |= {id(x): x._version for x in tensors}
+        return result
 
     def _backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         line = self.recorder.line()
@@ -240,6 +243,7 @@ class _Watch:
         with self.recorder.inside():
             self._update.backwards.append(self._program(unscaled, scale, line))
             torch.Tensor.backward(loss)
+        self.recorder.end_interval()
         self.recorder.reads.clear()
 
     def _backward_of_several(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -253,26 +257,24 @@ class _Watch:
             )
 
     def _program(self, loss: torch.Tensor, scale: float | None, line: Line) -> Backward:
-        program = self.recorder.program(loss)
-        tensors = {value: self.recorder.tensor(value) for value in program.roots}
-        leaves = {value: self._leaves[id(x)][0] for value, x in tensors.items() if id(x) in self._leaves}
-        before = {value: self._leaves[id(x)][2] if id(x) in self._leaves else x for value, x in tensors.items()}
+        interval = self.recorder.interval(loss)
+        program = interval.program(OF_BATCH)
         return Backward(
-            program,
-            before,
-            leaves,
-            self._names(tensors),
-            loss.detach().clone(),
-            scale,
-            line,
-            tuple(self.recorder.reads),
-            dict(self._evaluated),
+            interval=interval,
+            program=program,
+            leaves={value: leaf for value, leaf in self._leaves.items() if value in program.roots},
+            names=self._names(interval.identities),
+            loss=loss.detach().clone(),
+            scale=scale,
+            line=line,
+            reads=tuple(self.recorder.reads),
+            evaluated=dict(self._evaluated),
         )
 
-    def _names(self, tensors: Mapping[Value, torch.Tensor]) -> dict[Value, str]:
+    def _names(self, identities: Mapping[Value, int]) -> dict[Value, str]:
         """Return the names of the script's variables that hold tensors, or modules that are called."""
         found: dict[Value, str] = {}
-        by_id = {id(x): value for value, x in tensors.items()}
+        by_id = {key: value for value, key in identities.items()}
         for variables in self.recorder.variables():
             for name, x in variables.items():
                 if id(x) in by_id:
@@ -302,7 +304,7 @@ class _Watch:
     def _end_update(self) -> None:
         self.recording.updates.append(self._update)
         self._update = Update()
-        self._leaves.clear()
+        self._leaves = {value: leaf for value, leaf in self._leaves.items() if self.recorder.lives(value)}
         self._scaled.clear()
         self._unscaled.clear()
         self._progress(len(self.recording.updates))

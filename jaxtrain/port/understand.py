@@ -12,6 +12,7 @@ import torch
 
 from jaxtrain.errors import UserError, format_location
 from jaxtrain.port.calls import Value
+from jaxtrain.port.recorder import has_tensors
 from jaxtrain.port.recording import Backward, Clip, Leaf, Recording, Update
 from jaxtrain.port.script import digest
 from jaxtrain.torch_import import Line
@@ -152,12 +153,12 @@ def _modules(
         for c in b.program.calls
         if isinstance(c.function, torch.nn.Module)
     }
-    read = {id(x) for b in backwards for x in b.tensors.values()}
+    read = {key for b in backwards for value, key in b.interval.identities.items() if value in b.program.roots}
     read |= {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = {name if name != "self" else type(part).__name__.lower(): part for name, part in recording.modules.items()}
     known = {id(part) for part in named.values()}
     for part in called.values():
-        if id(part) not in known and _has_tensors(part):
+        if id(part) not in known and has_tensors(part):
             named.setdefault(_free(type(part).__name__.lower(), named), part)
     inner = {id(x) for part in named.values() for x in part.modules() if x is not part}
     used = {
@@ -222,14 +223,16 @@ def _inputs(backward: Backward, modules: Mapping[str, torch.nn.Module], names: d
         for name, part in modules.items()
         for path, x in (*part.named_parameters(), *part.named_buffers())
     }
-    owned = {value: by_id[id(x)] for value, x in backward.tensors.items() if id(x) in by_id}
-    for value, leaf in backward.leaves.items():
+    known = backward.interval.identities
+    owned = {value: by_id[known[value]] for value in backward.program.roots if known.get(value) in by_id}
+    leaves = {value: leaf for value, leaf in backward.leaves.items() if value in backward.program.roots}
+    for value, leaf in leaves.items():
         if leaf not in names:
             name = leaf.key if isinstance(leaf.key, str) else backward.names.get(value) or f"batch_{leaf.key or 0}"
             names[leaf] = _free(name if name.isidentifier() and name != "self" else "batch", {*names.values()})
-    batch = {value: names[leaf] for value, leaf in backward.leaves.items()}
-    rest = {value: x for value, x in backward.tensors.items() if value not in owned and value not in batch}
-    return Inputs(owned, batch, {names[leaf]: leaf for leaf in backward.leaves.values()}, rest)
+    batch = {value: names[leaf] for value, leaf in leaves.items()}
+    rest = {x: backward.tensors[x] for x in backward.program.roots if x not in owned and x not in batch}
+    return Inputs(owned, batch, {names[leaf]: leaf for leaf in leaves.values()}, rest)
 
 
 def _compare(first: Backward, its: Inputs, other: Backward, inputs: Inputs, *, of_sizes: bool = False) -> None:
@@ -271,11 +274,7 @@ def _described(backward: Backward, inputs: Inputs, *, of_sizes: bool) -> Iterato
 
 def _module_key(module: torch.nn.Module) -> Any:
     """Return what equal modules share: those without tensors, as a loss made in every epoch, need not be one object."""
-    return module if _has_tensors(module) else (type(module), str(module))
-
-
-def _has_tensors(module: torch.nn.Module) -> bool:
-    return next(itertools.chain(module.parameters(), module.buffers()), None) is not None
+    return module if has_tensors(module) else (type(module), str(module))
 
 
 def _key(function: Any) -> Any:
