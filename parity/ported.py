@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from jaxtrain.cost import flops
+from jaxtrain.port import micro_batch
 from jaxtrain.port.rerun import like, set_start
 from jaxtrain.port.write import PRECISIONS, Ported, program_module
 from jaxtrain.run import Recipe, load_recipe
@@ -122,7 +123,7 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case
         return {name: x[:rows] for name, x in window.items()}
 
     def torch_loss(module: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        return module(**batch), 1 / training.accumulate
+        return module(**(batch if training.cut is None else micro_batch(batch))), 1 / training.accumulate
 
     side = Optimizer(
         type(training.optimizer).__name__,
@@ -210,13 +211,13 @@ class _Recorded:
 
 
 def _windows(result: Ported, shape: int) -> list[dict[str, np.ndarray]]:
-    """Return the recorded windows of batches of a shape."""
+    """Return the recorded windows of batches of a shape: the rows of the micro-batches, or these as rows."""
     training, found = result.training, []
     first, inputs = training.programs[shape]
-    names = {leaf: name for name, leaf in inputs.leaves.items()}
-    shapes = {name: first.tensors[value].shape for value, name in inputs.batch.items()}
+    shapes = {name: x.shape for name, x in inputs.batch_of(first).items()}
+    join = np.concatenate if training.cut is None else np.stack
     for update in training.recording.updates:
-        window = [{names[leaf]: b.tensors[value] for value, leaf in b.leaves.items()} for b in update.backwards]
+        window = [training.inputs(backward).batch_of(backward) for backward in update.backwards]
         if all({name: x.shape for name, x in micro.items()} == shapes for micro in window):
-            found.append({name: np.concatenate([np.asarray(m[name]) for m in window]) for name in shapes})
+            found.append({name: join([np.asarray(micro[name]) for micro in window]) for name in shapes})
     return found

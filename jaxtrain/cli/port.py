@@ -55,6 +55,8 @@ def _split(args: list[str]) -> tuple[list[str], str | None, list[str]]:
 def _port(options: Port, script: Path, args: Sequence[str]) -> int:
     """Record, understand, write and prove."""
     from jaxtrain.port.data import keep_loaders
+    from jaxtrain.port.fed import check_fed
+    from jaxtrain.port.kept_files import kept_files
     from jaxtrain.port.rerun import check_rerun
     from jaxtrain.port.script import record
     from jaxtrain.port.understand import understood
@@ -62,7 +64,8 @@ def _port(options: Port, script: Path, args: Sequence[str]) -> int:
     from parity.ported import prove  # parity is above jaxtrain, for those who have it
 
     _say("recording", f"{script}, {options.updates} updates; what it prints follows")
-    recording = record(script, args, options.updates)
+    with kept_files():
+        recording = record(script, args, options.updates)
     keep_loaders(script, args, [found.loader for found in recording.loaders])
     training = understood(recording)
     for name, text in _found(training):
@@ -74,6 +77,9 @@ def _port(options: Port, script: Path, args: Sequence[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix=".port-", dir=options.out.resolve().parent))
     try:
         written = write(result, script, args, folder)
+        if training.cut is not None:
+            check_fed(training, script, args, folder)
+            _say("batches", "given by the script, whatever its model computes")
         proof = prove(result, folder, script.stem)
         written.append(folder / "proof.html")
         if options.out.exists():

@@ -5,11 +5,17 @@ recorder    records the calls between a batch and `backward`
 calls       these calls, and the program of a loss
 short_passes  passes over DataLoaders that show how an epoch ends
 recording   what a recording contains
+kept_files  files that exist are kept meanwhile
 understand  what the script is: program, optimizer, window, schedule; or a refusal with its line
+inputs      where the tensors come from that a program reads
+cut         programs that begin where the model does
+same_program  whether updates compute one program
+refused     scripts that cannot be carried over
 replay      a recorded program as a module
 rerun       the recorded updates again, to the bit
 write       the recipe and the model as files
-data        the script's own DataLoader, for the recipe
+data        the script's own DataLoader or batches, for the recipe
+feeder      the process that runs the script as the source of these batches
 
 Only this file and `data` are imported by the files that are written; the others need PyTorch.
 """
@@ -19,14 +25,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.port.data import ScriptRows, script_loader
+from jaxtrain.port.data import ScriptBatches, ScriptRows, micro_batch, script_loader
 from jaxtrain.torch_import import pytorchs_promotion
 from jaxtrain.user_file import import_file
 
 __all__ = [
+    "ScriptBatches",
     "ScriptRows",
     "arrays",
     "data",
+    "micro_batch",
     "model",
     "rerun",
     "script",

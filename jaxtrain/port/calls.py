@@ -34,8 +34,6 @@ class Origin(enum.Flag):
     OTHER = 0
 
 
-OF_MODEL = Origin.MODEL
-"""A program of these calls takes all else as its inputs."""
 OF_BATCH = Origin.MODEL | Origin.SHAPE | Origin.BATCH
 """A program of these calls begins with the batches of a DataLoader."""
 
@@ -65,6 +63,7 @@ class Call(NamedTuple):
       line: The innermost line of the script that is executed.
       random: State of PyTorch's generator before the call; None for one that draws nothing.
       origin: What its results depend on.
+      evaluated: Identities of the modules in evaluation mode, of a module and its parts.
     """
 
     function: Callable[..., Any]
@@ -76,6 +75,7 @@ class Call(NamedTuple):
     line: Line
     random: torch.Tensor | None
     origin: Origin
+    evaluated: frozenset[int]
 
     def reads(self) -> Iterator[Value]:
         """Yield the tensors among the arguments."""
@@ -107,8 +107,8 @@ class Interval(NamedTuple):
       memory: From a tensor to the memory that it is in.
       given: What the tensors were that are no parameters and were not computed by the model in this interval, when
         the model or another followed call first read them.
-      identities: Identities of the tensors that were there before.
-      carried: Those of them that the model computed.
+      identities: Identities of the tensors that exist when it ends.
+      carried: The tensors that were there before it, and that the model computed.
     """
 
     calls: tuple[Call, ...]
@@ -118,11 +118,11 @@ class Interval(NamedTuple):
     identities: Mapping[Value, int]
     carried: frozenset[Value]
 
-    def program(self, origin: Origin, kept: Sequence[Value] = ()) -> Program:
+    def program(self, follows: Callable[[Call], bool], kept: Sequence[Value] = ()) -> Program:
         """Return the calls that the loss depends on.
 
         Args:
-          origin: The results of calls of another origin are roots of the program.
+          follows: Whether a call may be in the program; the results of others are its roots.
           kept: Other tensors that it makes.
         """
         wanted = {self.loss, *kept}
@@ -130,7 +130,7 @@ class Interval(NamedTuple):
         for call in reversed(self.calls):
             makes = not wanted.isdisjoint(value for _, value in call.results)
             # A call that changes the memory of a needed tensor is needed.
-            if call.origin & origin and (makes or any(self.memory[value] in places for value in call.writes)):
+            if (makes or any(self.memory[value] in places for value in call.writes)) and follows(call):
                 found.append(call)
                 wanted.update(call.reads())
                 places.update(self.memory[value] for value in call.reads())

@@ -1,8 +1,12 @@
-"""The training data of a ported script: its own Dataset and DataLoader, as the script makes them."""
+"""The training data of a ported script: its own DataLoader, or what the script itself computes for an update."""
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +84,54 @@ class ScriptRows:
             arrays = {name: tensor_to_numpy(x) for name, x in named.items()}
             for row in zip(*arrays.values(), strict=True):
                 yield dict(zip(arrays, row, strict=True))
+
+
+class ScriptBatches:
+    """What a script computes for its updates without its model, one micro-batch after another.
+
+    The script runs in a process of its own, from its beginning in every pass; calls of its modules are answered without
+    computing them (`jaxtrain.port.feeder`).
+
+    Args:
+      script: The script.
+      args: Its arguments.
+      inputs: File of what its programs have in common, which `jaxtrain port` has written.
+      shift: What is added to the numbers of answers.
+
+    Raises:
+      UserError: While they are read: an update computes another program than those that were recorded.
+    """
+
+    def __init__(self, script: Path | str, args: Sequence[str], inputs: Path | str, shift: float = 0.0) -> None:
+        self._script, self._args, self._inputs, self._shift = Path(script), args, Path(inputs), shift
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        ours, theirs = os.pipe()
+        given = [str(theirs), str(self._shift), str(self._inputs), str(self._script), *self._args]
+        command = [sys.executable, "-m", "jaxtrain.port.feeder", *given]
+        process = subprocess.Popen(command, pass_fds=[theirs], stdin=subprocess.DEVNULL)
+        os.close(theirs)
+        try:
+            with Connection(ours, writable=False) as connection:
+                while True:
+                    try:
+                        found = connection.recv()
+                    except EOFError:
+                        break
+                    if isinstance(found, str):
+                        raise UserError(found)
+                    yield found
+            if process.wait() != 0:
+                raise UserError(f"{self._script} ended with the exit status {process.returncode}: run it by itself")
+        finally:
+            process.kill()
+            process.wait()
+
+
+def micro_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the micro-batch that is the only row of a batch.
+
+    Args:
+      batch: Arrays with a first axis of one.
+    """
+    return {name: x[0] for name, x in batch.items()}

@@ -24,6 +24,7 @@ OF_SHAPE |= {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
 """Functions that read the shape of a tensor and not its values."""
 _OURS = str(Path(__file__).parent)
 _DEVICES = ("cpu", "cuda")
+_NONE: frozenset[int] = frozenset()
 
 
 class Recorder(TorchFunctionMode):
@@ -93,7 +94,7 @@ class Recorder(TorchFunctionMode):
             loss=value,
             memory={x: self._memory.get(x, -x.number) for x in read | self._made},
             given={x: self._given[x][0] for x in read if x in self._given},
-            identities={x: identities[x] for x in before if x in identities},
+            identities={x: identities[x] for x in read | self._made if x in identities},
             carried=frozenset(x for x in before if self._origins.get(x, Origin.OTHER) & Origin.MODEL),
         )
 
@@ -139,6 +140,7 @@ class Recorder(TorchFunctionMode):
             positional, named = with_values((tuple(args), dict(kwargs)), self.value)
             is_model = isinstance(function, torch.nn.Module) and has_tensors(function)
             origin = self._origin(function, given, is_model=is_model)
+            evaluated = frozenset(id(part) for part in function.modules() if not part.training) if is_model else _NONE
             if origin:
                 self._keep(given)
             before, ambient = torch.get_rng_state(), _ambient()
@@ -151,7 +153,9 @@ class Recorder(TorchFunctionMode):
                 for value in (*(value for _, value in results), *writes):
                     self._origins[value] = self._origins.get(value, Origin.OTHER) | origin
                 self._made.update(value for _, value in results)
-                self.calls.append(Call(function, positional, named, results, writes, ambient, line, random, origin))
+                self.calls.append(
+                    Call(function, positional, named, results, writes, ambient, line, random, origin, evaluated)
+                )
                 if origin & Origin.MODEL and not ambient.grad:  # of an evaluation, which may make a lot
                     for _, x in found:
                         del self._held[id(x)]

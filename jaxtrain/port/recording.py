@@ -31,22 +31,24 @@ class Backward:
       program: The calls that the loss depends on.
       leaves: Tensors of a batch that they read.
       names: Names of the script's variables, by number of the tensor.
+      numbers: The numbers with a fraction that its variables hold, by name.
       loss: Value of the loss, before it was scaled.
       scale: Factor of `GradScaler.scale`; None without one.
       line: The line of the script.
       reads: Lines that have read values of tensors since the last one.
-      evaluated: The lines that called modules in evaluation mode, by the identity of these.
+      is_carried: Whether it reads what the program before has kept for it.
     """
 
     interval: Interval
     program: Program
     leaves: Mapping[Value, Leaf]
     names: Mapping[Value, str]
+    numbers: Mapping[str, float]
     loss: torch.Tensor
     scale: float | None
     line: Line
     reads: tuple[Line, ...]
-    evaluated: Mapping[int, Line]
+    is_carried: bool = False
 
     @property
     def tensors(self) -> Mapping[Value, torch.Tensor]:

@@ -12,39 +12,42 @@ from typing import Any
 import torch
 
 from jaxtrain.port.calls import Call, Program, Step, Value
+from jaxtrain.port.inputs import CARRIED, Inputs
 from jaxtrain.torch_import import Line
 
 CONSTANT = "constant_"
 """Prefix of the buffers of a recorded program's own constants."""
+KEPT = "carried_"
+"""Prefix of the buffers that hold what one program keeps for the next one."""
 
 
 def recorded_module(
     program: Program,
     modules: Mapping[str, torch.nn.Module],
-    owned: Mapping[Value, str],
-    inputs: Mapping[Value, str],
-    constants: Mapping[Value, torch.Tensor],
+    inputs: Inputs,
+    carried: Mapping[str, torch.Tensor],
     *,
     restore: Callable[[int], None] | None = None,
 ) -> torch.nn.Module:
-    """Return a module that computes the loss of a recorded program.
+    """Return a module that computes the loss of a recorded program, from the tensors of `inputs.batch_of` by name.
 
     Args:
       program: The program.
       modules: The script's modules, by the name that they have in this one.
-      owned: Names in this module of the parameters and buffers of these that are among the program's roots.
-      inputs: Names of the tensors of a batch that are: `forward` takes them as keyword arguments.
-      constants: The other roots.
+      inputs: Where the roots of the program come from.
+      carried: What the program before has kept for this one, by name: buffers, which this one sets.
       restore: Called before each call that draws random numbers, with its place in the program. With it, calls are in
         the autocast regions of the script; without it, the whole loss is thought to be in one, and calls that were in
         none leave it.
     """
-    found = _Writer(program, modules, owned, inputs, restore)
+    found = _Writer(program, modules, inputs, restore)
     module = type("Script", (torch.nn.Module,), {"forward": found.forward()})()
     for name, part in modules.items():
         module.add_module(name, part)
-    for value, tensor in constants.items():
-        module.register_buffer(f"{CONSTANT}{value.number}", tensor, persistent=False)
+    for value, tensor in inputs.constants.items():
+        module.register_buffer(f"{CONSTANT}{abs(value.number)}", tensor, persistent=False)
+    for name in inputs.kept:
+        module.register_buffer(f"{KEPT}{name}", carried[name])
     return module
 
 
@@ -55,21 +58,23 @@ class _Writer:
         self,
         program: Program,
         modules: Mapping[str, torch.nn.Module],
-        owned: Mapping[Value, str],
-        inputs: Mapping[Value, str],
+        inputs: Inputs,
         restore: Callable[[int], None] | None,
     ) -> None:
-        self._program, self._inputs, self._restore = program, inputs, restore
+        self._program, self._inputs, self._kept, self._restore = program, inputs.batch, inputs.kept, restore
         self._paths = {id(part): name for root in modules for name, part in _named(root, modules[root])}
-        self._owned = {value: name.split(".") for value, name in owned.items()}
+        self._owned = {value: name.split(".") for value, name in inputs.owned.items()}
         self._autocast = next((call.ambient.autocast for call in program.calls if call.ambient.autocast), None)
         self._names: dict[str, Any] = {}
 
     def forward(self) -> FunctionType:
         """Return the function."""
-        body = [statement for i, call in enumerate(self._program.calls) for statement in self._statements(i, call)]
+        body = [self._read_kept(name) for name in self._kept]
+        body += [statement for i, call in enumerate(self._program.calls) for statement in self._statements(i, call)]
+        body += [self._keep(name, value) for name, value in self._kept.items()]
         body.append(ast.Return(self._expression(self._program.loss)))
         arguments = [ast.arg("self"), *(ast.arg(name) for name in self._inputs.values())]
+        arguments += [ast.arg(CARRIED)] if self._kept else []
         empty: Any = {"posonlyargs": [], "kwonlyargs": [], "kw_defaults": [], "defaults": []}
         function = ast.FunctionDef("forward", ast.arguments(args=arguments, **empty), body, [])
         first = self._program.calls[0].line if self._program.calls else Line("", 1, "")
@@ -79,6 +84,17 @@ class _Writer:
         exec(compile(tree, first.file or "<recorded>", "exec", dont_inherit=True), self._names)
         made: FunctionType = self._names.pop("forward")
         return made
+
+    def _read_kept(self, name: str) -> ast.stmt:
+        """Return the statement that reads what the program before has kept, or what is given anew."""
+        which = [ast.Name(CARRIED, ast.Load()), _attribute(["self", f"{KEPT}{name}"]), ast.Name(name, ast.Load())]
+        return ast.Assign([ast.Name(name, ast.Store())], ast.Call(self._given("where", torch.where), [*which], []))
+
+    def _keep(self, name: str, value: Value) -> ast.stmt:
+        """Return the statement that keeps a tensor for the next program."""
+        copy = ast.Attribute(_attribute(["self", f"{KEPT}{name}"]), "copy_", ast.Load())
+        detached = ast.Call(ast.Attribute(self._expression(value), "detach", ast.Load()), [], [])
+        return ast.Expr(ast.Call(copy, [detached], []))
 
     def _statements(self, i: int, call: Call) -> list[ast.stmt]:
         """Return the statements of a call, with the script's line."""

@@ -6,6 +6,7 @@ the script, which nobody thought of, is found here.
 """
 
 import inspect
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxtrain.port.calls import Program
 from jaxtrain.port.recording import Backward, Clip, Update
 from jaxtrain.port.replay import recorded_module
 from jaxtrain.port.script import digest
-from jaxtrain.port.understand import Training, inputs_of
+from jaxtrain.port.understand import Training
 from jaxtrain.torch_import import Line
 
 
@@ -29,11 +30,12 @@ def check_rerun(training: Training) -> None:
     set_start(training)
     optimizer = _new_optimizer(training)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    carried = training.first_carried()
     for number, update in enumerate(training.recording.updates):
         optimizer.zero_grad(set_to_none=True)
         scaler = _scaler(update)
         for backward in update.backwards:
-            loss = _loss(training, backward)
+            loss = _loss(training, backward, carried)
             if not torch.equal(loss.detach(), backward.loss) and not (loss.isnan() & backward.loss.isnan()).all():
                 raise _differs("the loss", number, backward.line)
             scaler.scale(loss).backward()
@@ -65,13 +67,11 @@ def set_start(training: Training) -> None:
                 x.grad = None
 
 
-def _loss(training: Training, backward: Backward) -> torch.Tensor:
-    inputs = inputs_of(training, backward)
+def _loss(training: Training, backward: Backward, carried: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    inputs = training.inputs(backward)
     restore = partial(_restore, backward.program)
-    module = recorded_module(
-        backward.program, training.modules, inputs.owned, inputs.batch, inputs.constants, restore=restore
-    )
-    loss: torch.Tensor = module(**{name: backward.tensors[value] for value, name in inputs.batch.items()})
+    module = recorded_module(backward.program, training.modules, inputs, carried, restore=restore)
+    loss: torch.Tensor = module(**inputs.batch_of(backward))
     return loss
 
 

@@ -8,6 +8,7 @@ end of an epoch; see `jaxtrain.port.short_passes`.
 
 import contextlib
 import hashlib
+import random
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,30 +16,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from jaxtrain.errors import UserError, format_location
+from jaxtrain.errors import UserError
 from jaxtrain.port.calls import OF_BATCH, Value, tensors_in
 from jaxtrain.port.recorder import Recorder, recorded_calls
 from jaxtrain.port.recording import Backward, Clip, Leaf, Pass, Recording, Update
+from jaxtrain.port.refused import Refused, Stop
 from jaxtrain.port.short_passes import short_pass
 from jaxtrain.torch_import import Line
-
-
-class Stop(BaseException):
-    """Ends the script, past its own `except Exception`."""
-
-
-class Refused(Stop):
-    """Ends the script because of something that cannot be carried over."""
-
-
-def refused(problem: str, line: Line, remedy: str) -> Refused:
-    """Return what ends a script with one line for the user."""
-    return Refused(f"{problem} ({format_location(line.file, line.number)}): {remedy}")
 
 
 def record(
@@ -58,8 +48,8 @@ def record(
     Raises:
       UserError: The script does something that cannot be carried over, or made no update.
     """
-    watch = _Watch(str(script.resolve()), updates, progress)
-    watch.recording.is_over, watch.recording.rest = _run(script, args, watch), watch.rest
+    watch = Watch(str(script.resolve()), updates, progress)
+    watch.recording.is_over, watch.recording.rest = run(script, args, watch), watch.rest
     if not watch.recording.updates:
         raise UserError(f"{script} made no update by an optimizer of PyTorch: give it a training loop that makes one")
     return watch.recording
@@ -76,18 +66,21 @@ def made_loaders(script: Path, args: Sequence[str], number: int) -> list[Any]:
     Returns:
       The loaders that it has made.
     """
-    watch = _Watch(str(script.resolve()), 0, lambda _: None, ends_at=number)
-    _run(script, args, watch)
+    watch = Watch(str(script.resolve()), 0, lambda _: None, ends_at=number)
+    run(script, args, watch)
     return [found.loader for found in watch.recording.loaders]
 
 
-def _run(script: Path, args: Sequence[str], watch: "_Watch") -> bool:
+def run(script: Path, args: Sequence[str], watch: "Watch") -> bool:
     """Run a script, observed, and return whether it ended by itself."""
+    # A script without a seed for these has another order in every run; of PyTorch's generator it has the default one.
+    random.seed(0)
+    np.random.seed(0)
     with watch.watching(), _as_main(script, args):
         try:
             runpy.run_path(str(script.resolve()), run_name="__main__")
-        except Refused as error:
-            raise UserError(str(error)) from None
+        except Refused as end:
+            raise end.error from None
         except Stop:
             return False
         except SystemExit as end:
@@ -106,8 +99,13 @@ def _as_main(script: Path, args: Sequence[str]) -> Iterator[None]:
         yield
 
 
-class _Watch:
-    """Observes a script."""
+class Watch:
+    """Observes a script.
+
+    Attributes:
+      recording: What it has done.
+      recorder: Records its calls.
+    """
 
     def __init__(self, script: str, updates: int, progress: Callable[[int], None], ends_at: int | None = None) -> None:
         self.recording, self.recorder = Recording(), Recorder(script)
@@ -115,7 +113,6 @@ class _Watch:
         self._update = Update()
         self._leaves: dict[Value, Leaf] = {}
         self._started: dict[int, int] = {}
-        self._evaluated: dict[int, Line] = {}
         self._scaled: dict[int, tuple[torch.Tensor, float]] = {}
         self._unscaled = set[int]()
         self._in_step = contextlib.ExitStack()
@@ -129,15 +126,15 @@ class _Watch:
     def watching(self) -> Iterator[None]:
         """Observe while entered."""
         hooks = (
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            register_optimizer_step_pre_hook(self.before_step),
+            register_optimizer_step_post_hook(self.after_step),
         )
-        self.recorder.on_backward = self._backward
+        self.recorder.on_backward = self.backward
         try:
             with contextlib.ExitStack() as patches:
                 for owner, name, function in (
-                    *recorded_calls(self.recorder, self._around_module),
-                    *self._replacements(),
+                    *recorded_calls(self.recorder, self.around_module),
+                    *self.replacements(),
                 ):
                     patches.enter_context(mock.patch.object(owner, name, function))
                 patches.enter_context(self.recorder)
@@ -146,7 +143,7 @@ class _Watch:
             for hook in hooks:
                 hook.remove()
 
-    def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield what is replaced besides, as (owner, name, function)."""
         yield torch, "compile", lambda model=None, **_: (lambda given: given) if model is None else model
         yield torch.autograd, "backward", self._backward_of_several
@@ -201,14 +198,13 @@ class _Watch:
         if number == self._ends_at:
             raise Stop
         with self.recorder.inside():
-            batches = short_pass(loader)
+            batches = self.one_pass(loader)
         while True:
             with self.recorder.inside():
                 batch = next(batches, _END)
             if batch is _END:
                 self._update.passes.append(number)
                 return
-            self._evaluated.clear()
             if number >= 0 and number not in self.recording.batches:
                 self.recording.batches[number] = batch
             with self.recorder.inside():
@@ -216,9 +212,8 @@ class _Watch:
                 self._leaves |= {self.recorder.value(x): Leaf(number, key) for key, x in _leaves(batch)}
             yield batch
 
-    def _around_module(self, module: torch.nn.Module, call: Callable[[], Any]) -> Any:
-        """Call a module; keep its modes, and what its parameters and buffers are before the first update."""
-        self._evaluated |= {id(part): self.recorder.line() for part in module.modules() if not part.training}
+    def around_module(self, module: torch.nn.Module, call: Callable[[], Any]) -> Any:
+        """Call a module; keep what its parameters and buffers are before the first update."""
         if self.recording.updates or self._update.backwards:
             return call()
         if not self._started and torch.is_grad_enabled():
@@ -233,15 +228,16 @@ class _Watch:
             self._started |= {id(x): x._version for x in tensors}
         return result
 
-    def _backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Record the program of a loss, and compute its gradients."""
         line = self.recorder.line()
         if args or any(value is not None and value is not False for value in kwargs.values()):
-            raise refused("backward() with arguments", line, "call it without any")
+            raise Refused("backward() with arguments", line, "call it without any")
         if loss.numel() != 1:
-            raise refused("backward() of a tensor that is no scalar", line, "reduce the loss to a scalar")
+            raise Refused("backward() of a tensor that is no scalar", line, "reduce the loss to a scalar")
         unscaled, scale = self._scaled.pop(id(loss), (loss, None))
         with self.recorder.inside():
-            self._update.backwards.append(self._program(unscaled, scale, line))
+            self._update.backwards.append(self.program(unscaled, scale, line))
             torch.Tensor.backward(loss)
         self.recorder.end_interval()
         self.recorder.reads.clear()
@@ -250,53 +246,66 @@ class _Watch:
         if self.recorder.is_inside:
             _run_backward(tensors, *args, **kwargs)
         elif isinstance(tensors, torch.Tensor):
-            self._backward(tensors, *args, **kwargs)
+            self.backward(tensors, *args, **kwargs)
         else:
-            raise refused(
+            raise Refused(
                 "torch.autograd.backward of several tensors", self.recorder.line(), "add them, and call backward()"
             )
 
-    def _program(self, loss: torch.Tensor, scale: float | None, line: Line) -> Backward:
+    def program(self, loss: torch.Tensor, scale: float | None, line: Line) -> Backward:
+        """Return the program of a loss."""
         interval = self.recorder.interval(loss)
-        program = interval.program(OF_BATCH)
+        program = interval.program(lambda call: bool(call.origin & OF_BATCH))
+        names, numbers = self._variables(interval.identities)
         return Backward(
             interval=interval,
             program=program,
             leaves={value: leaf for value, leaf in self._leaves.items() if value in program.roots},
-            names=self._names(interval.identities),
+            names=names,
+            numbers=numbers,
             loss=loss.detach().clone(),
             scale=scale,
             line=line,
             reads=tuple(self.recorder.reads),
-            evaluated=dict(self._evaluated),
         )
 
-    def _names(self, identities: Mapping[Value, int]) -> dict[Value, str]:
-        """Return the names of the script's variables that hold tensors, or modules that are called."""
-        found: dict[Value, str] = {}
+    def _variables(self, identities: Mapping[Value, int]) -> tuple[dict[Value, str], dict[str, float]]:
+        """Return the names of the script's variables that hold tensors, and those of its numbers; keep its modules."""
+        names: dict[Value, str] = {}
+        numbers: dict[str, float] = {}
         by_id = {key: value for value, key in identities.items()}
         for variables in self.recorder.variables():
             for name, x in variables.items():
-                if id(x) in by_id:
-                    found.setdefault(by_id[id(x)], name)
+                held = {name: x} if isinstance(x, torch.Tensor) else _items(name, x)
+                for key, tensor in held.items():
+                    if id(tensor) in by_id:
+                        names.setdefault(by_id[id(tensor)], key)
+                if type(x) is float:
+                    numbers.setdefault(name, x)
                 if isinstance(x, torch.nn.Module) and not any(x is known for known in self.recording.modules.values()):
                     self.recording.modules.setdefault(name, x)
-        return found
+        return names, numbers
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def one_pass(self, loader: Any) -> Iterator[Any]:
+        """Return the batches of a pass over a DataLoader."""
+        return short_pass(loader)
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Record the gradients of an update."""
         line = self.recorder.line()
         self._in_step.enter_context(self.recorder.inside())
         if args[1:] or any(x is not None for x in kwargs.values()):
-            raise refused(f"{type(optimizer).__name__}.step(closure)", line, "use an optimizer that takes one gradient")
+            raise Refused(f"{type(optimizer).__name__}.step(closure)", line, "use an optimizer that takes one gradient")
         if not self._update.backwards:
-            raise refused(
+            raise Refused(
                 f"{type(optimizer).__name__}.step() without backward()", line, "let backward() compute gradients"
             )
         self._update.optimizer, self._update.line = optimizer, line
         self._update.settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._update.gradients = [digest(p.grad) for p in _parameters(optimizer)]
 
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """End an update."""
         self._update.after = [digest(p) or "" for p in _parameters(optimizer)]
         self._in_step.close()
         self._end_update()
@@ -317,7 +326,7 @@ class _Watch:
             if self.recorder.is_inside:  # of its constructor, or of a scheduler that contains it
                 return step(scheduler, *args, **kwargs)
             if args or kwargs:
-                raise refused(f"{type(scheduler).__name__}.step with arguments", line, "call it without any")
+                raise Refused(f"{type(scheduler).__name__}.step with arguments", line, "call it without any")
             with self.recorder.inside():
                 result = step(scheduler)
             self._update.schedulers.append((scheduler, line))
@@ -341,7 +350,7 @@ class _Watch:
     def _scale(self, scale: Callable[..., Any]) -> Callable[..., Any]:
         def scaled(scaler: Any, outputs: Any) -> Any:
             if not isinstance(outputs, torch.Tensor):
-                raise refused("GradScaler.scale of several tensors", self.recorder.line(), "scale one loss")
+                raise Refused("GradScaler.scale of several tensors", self.recorder.line(), "scale one loss")
             with self.recorder.inside():
                 result = scale(scaler, outputs)
                 if result is not outputs:
@@ -379,6 +388,18 @@ _END = object()
 
 def _parameters(optimizer: Any) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _items(name: str, x: Any) -> dict[str, Any]:
+    """Return the items of a small tuple, list or dict by names."""
+    if not isinstance(x, tuple | list | dict) or len(x) > _FEW:
+        return {}
+    pairs = x.items() if isinstance(x, dict) else enumerate(x)
+    return {f"{name}_{key}": item for key, item in pairs}
+
+
+_FEW = 16
+"""Items of a variable that are named."""
 
 
 def _leaves(batch: Any) -> Iterator[tuple[str | int | None, torch.Tensor]]:

@@ -3,36 +3,19 @@
 Whatever differs from this is refused, with the line of the script.
 """
 
-import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from jaxtrain.errors import UserError, format_location
-from jaxtrain.port.calls import Value
+from jaxtrain.errors import UserError
+from jaxtrain.port.cut import Cut, cut
+from jaxtrain.port.inputs import Inputs, free, of_batches
 from jaxtrain.port.recorder import has_tensors
 from jaxtrain.port.recording import Backward, Clip, Leaf, Recording, Update
-from jaxtrain.port.script import digest
-from jaxtrain.torch_import import Line
-
-
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """Where the roots of a program come from.
-
-    Attributes:
-      owned: Parameters and buffers of the script's modules, by name.
-      batch: Tensors of a batch, by the name of the script's variable.
-      leaves: Places of these in the batch, by the same name.
-      constants: The others, whose values never change.
-    """
-
-    owned: Mapping[Value, str]
-    batch: Mapping[Value, str]
-    leaves: Mapping[str, Leaf]
-    constants: Mapping[Value, torch.Tensor]
+from jaxtrain.port.refused import refused_at
+from jaxtrain.port.same_program import check_same
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +30,14 @@ class Training:
       clip: How gradients are clipped; None if they are not.
       optimizer: The optimizer.
       scheduler: Its scheduler; None without one.
-      epoch: Number of updates of a whole pass over the data.
-      is_by_epoch: Whether the scheduler steps at the end of a pass, else after every update.
-      loader: Number of the DataLoader.
-      rows: Rows of one of its batches.
       autocast: The dtype of autocast; None without it.
       is_scaled: Whether a `GradScaler` scales the loss.
+      inputs: From a recorded program to where its roots come from.
+      epoch: Number of updates of a whole pass over the data of a DataLoader.
+      is_by_epoch: Whether the scheduler steps at the end of a pass, else after every update.
+      loader: Number of the DataLoader; None for data that the script gives.
+      rows: Rows of a micro-batch; 1 for data that the script gives, whose rows are micro-batches.
+      cut: What the script gives; None for the data of a DataLoader.
     """
 
     recording: Recording
@@ -62,12 +47,19 @@ class Training:
     clip: Clip | None
     optimizer: torch.optim.Optimizer
     scheduler: Any
-    epoch: int
-    is_by_epoch: bool
-    loader: int
-    rows: int
     autocast: torch.dtype | None
     is_scaled: bool
+    inputs: Callable[[Backward], Inputs]
+    epoch: int = 0
+    is_by_epoch: bool = False
+    loader: int | None = None
+    rows: int = 1
+    cut: Cut | None = None
+
+    def first_carried(self) -> dict[str, torch.Tensor]:
+        """Return tensors of the shapes of those that an update keeps for the next one, by name."""
+        backward, inputs = self.programs[0]
+        return {name: torch.zeros_like(x) for name, x in inputs.batch_of(backward).items() if name in inputs.kept}
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of its modules by name."""
@@ -77,16 +69,27 @@ class Training:
 def understood(recording: Recording) -> Training:
     """Return what a recorded script is.
 
+    Its data are those of a DataLoader if its programs begin with the batches of one; else those that the script gives.
+
     Raises:
       UserError: It is something else; the message names the line.
     """
+    optimizer = _only_optimizer(recording.updates)
+    try:
+        return _with_loader(recording, optimizer)
+    except UserError:
+        return _with_cut(recording, optimizer)
+
+
+def _with_loader(recording: Recording, optimizer: torch.optim.Optimizer) -> Training:
+    """Return a training whose data are a DataLoader."""
     updates = recording.updates
     backwards = [backward for update in updates for backward in update.backwards]
-    optimizer = _only_optimizer(updates)
     modules = _modules(recording, backwards, optimizer)
-    programs = _programs(backwards, modules)
+    names: dict[Leaf, str] = {}
+    programs = _programs(backwards, lambda backward: of_batches(backward, modules, names))
     _check_modes(backwards, modules)
-    accumulate = _window(updates)
+    accumulate = _window(updates, programs)
     loader, rows = _data(programs)
     count = _batches(recording, loader)
     if count % accumulate:
@@ -95,38 +98,58 @@ def understood(recording: Recording) -> Training:
             updates[0].line,
             f"choose a batch size with which the {count} batches are whole windows, or accumulate nothing",
         )
-    if accumulate > 1 and len(programs) > 1:
-        raise refused_at(
-            "the micro-batches of a window differ in size", programs[1][0].line, "give the DataLoader drop_last=True"
-        )
     scheduler, is_by_epoch = _scheduler(recording, optimizer, loader)
-    return Training(
-        recording=recording,
-        modules=modules,
-        programs=programs,
-        accumulate=accumulate,
-        clip=_clip(updates, optimizer, any(b.scale is not None for b in backwards)),
-        optimizer=optimizer,
-        scheduler=scheduler,
+    return _training(
+        recording,
+        modules,
+        programs,
+        optimizer,
+        scheduler,
+        inputs=lambda backward: of_batches(backward, modules, names),
         epoch=count // accumulate,
         is_by_epoch=is_by_epoch,
         loader=loader,
         rows=rows,
-        autocast=_autocast(backwards),
-        is_scaled=any(b.scale is not None for b in backwards),
     )
 
 
-def inputs_of(training: Training, backward: Backward) -> Inputs:
-    """Return where the roots of a micro-batch's program come from."""
-    names = {leaf: name for _, inputs in training.programs for name, leaf in inputs.leaves.items()}
-    return _inputs(backward, training.modules, names)
+def _with_cut(recording: Recording, optimizer: torch.optim.Optimizer) -> Training:
+    """Return a training whose data are those that the script gives."""
+    modules = _modules(recording, [b for update in recording.updates for b in update.backwards], optimizer)
+    backwards, found = cut(recording, modules)
+    programs = _programs(backwards, found.inputs)
+    _check_modes(backwards, modules)
+    of_update = iter(backwards)
+    updates = [replace(update, backwards=[next(of_update) for _ in update.backwards]) for update in recording.updates]
+    _window(updates, programs)
+    scheduler, _ = _scheduler(recording, optimizer, None)
+    return _training(
+        replace(recording, updates=updates), modules, programs, optimizer, scheduler, inputs=found.inputs, cut=found
+    )
 
 
-def refused_at(problem: str, line: Line | None, remedy: str) -> UserError:
-    """Return the error of a script that cannot be carried over, with its line."""
-    at = f" ({format_location(line.file, line.number)})" if line is not None else ""
-    return UserError(f"{problem}{at}: {remedy}")
+def _training(
+    recording: Recording,
+    modules: Mapping[str, torch.nn.Module],
+    programs: tuple[tuple[Backward, Inputs], ...],
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    **of_data: Any,
+) -> Training:
+    backwards = [backward for update in recording.updates for backward in update.backwards]
+    is_scaled = any(b.scale is not None for b in backwards)
+    return Training(
+        recording=recording,
+        modules=modules,
+        programs=programs,
+        accumulate=len(recording.updates[0].backwards),
+        clip=_clip(recording.updates, optimizer, is_scaled),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        autocast=_autocast(backwards),
+        is_scaled=is_scaled,
+        **of_data,
+    )
 
 
 def _only_optimizer(updates: Sequence[Update]) -> torch.optim.Optimizer:
@@ -159,7 +182,7 @@ def _modules(
     known = {id(part) for part in named.values()}
     for part in called.values():
         if id(part) not in known and has_tensors(part):
-            named.setdefault(_free(type(part).__name__.lower(), named), part)
+            named.setdefault(free(type(part).__name__.lower(), named), part)
     inner = {id(x) for part in named.values() for x in part.modules() if x is not part}
     used = {
         name: part
@@ -182,18 +205,13 @@ def _modules(
     return used
 
 
-def _free(name: str, taken: Collection[str]) -> str:
-    return name if name not in taken else next(x for i in range(2, 10**6) if (x := f"{name}_{i}") not in taken)
-
-
 def _check_modes(backwards: Sequence[Backward], modules: Mapping[str, torch.nn.Module]) -> None:
     own = {id(part): path for name, root in modules.items() for path, part in _paths(name, root)}
-    for backward in backwards:
-        for part, line in backward.evaluated.items():
-            if part in own:
-                raise refused_at(
-                    f"{own[part]} is in evaluation mode while it is trained", line, "call .train() of the whole model"
-                )
+    for call in (call for backward in backwards for call in backward.program.calls):
+        for part in call.evaluated & own.keys():
+            raise refused_at(
+                f"{own[part]} is in evaluation mode while it is trained", call.line, "call .train() of the whole model"
+            )
 
 
 def _paths(name: str, root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -201,100 +219,22 @@ def _paths(name: str, root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mod
 
 
 def _programs(
-    backwards: Sequence[Backward], modules: Mapping[str, torch.nn.Module]
+    backwards: Sequence[Backward], inputs_of: Callable[[Backward], Inputs]
 ) -> tuple[tuple[Backward, Inputs], ...]:
     """Return a micro-batch of each shape, of which all programs are equal."""
     found: dict[Any, tuple[Backward, Inputs]] = {}
-    names: dict[Leaf, str] = {}
     for backward in backwards:
-        inputs = _inputs(backward, modules, names)
-        shapes = tuple((name, tuple(backward.tensors[value].shape)) for value, name in inputs.batch.items())
+        inputs = inputs_of(backward)
+        shapes = tuple((name, tuple(x.shape)) for name, x in inputs.batch_of(backward).items())
         is_new = shapes not in found
         first = found.setdefault(shapes, (backward, inputs))
-        _compare(*first, backward, inputs)
+        check_same(*first, backward, inputs)
         if is_new:  # a batch of another size: the same program, but for sizes
-            _compare(*next(iter(found.values())), backward, inputs, of_sizes=True)
+            check_same(*next(iter(found.values())), backward, inputs, of_sizes=True)
     return tuple(found.values())
 
 
-def _inputs(backward: Backward, modules: Mapping[str, torch.nn.Module], names: dict[Leaf, str]) -> Inputs:
-    by_id = {
-        id(x): f"{name}.{path}"
-        for name, part in modules.items()
-        for path, x in (*part.named_parameters(), *part.named_buffers())
-    }
-    known = backward.interval.identities
-    owned = {value: by_id[known[value]] for value in backward.program.roots if known.get(value) in by_id}
-    leaves = {value: leaf for value, leaf in backward.leaves.items() if value in backward.program.roots}
-    for value, leaf in leaves.items():
-        if leaf not in names:
-            name = leaf.key if isinstance(leaf.key, str) else backward.names.get(value) or f"batch_{leaf.key or 0}"
-            names[leaf] = _free(name if name.isidentifier() and name != "self" else "batch", {*names.values()})
-    batch = {value: names[leaf] for value, leaf in leaves.items()}
-    rest = {x: backward.tensors[x] for x in backward.program.roots if x not in owned and x not in batch}
-    return Inputs(owned, batch, {names[leaf]: leaf for leaf in leaves.values()}, rest)
-
-
-def _compare(first: Backward, its: Inputs, other: Backward, inputs: Inputs, *, of_sizes: bool = False) -> None:
-    """Refuse a program that differs from another one, except for integers if these are sizes of batches that differ."""
-    calls = (_described(*program, of_sizes=of_sizes) for program in ((first, its), (other, inputs)))
-    for one, two in itertools.zip_longest(*calls):
-        if one == two:
-            continue
-        line = (two or one)[0]
-        if one is None or two is None or one[1] != two[1]:
-            raise refused_at("the calls of an update differ from update to update", line, _SAME)
-        if one[2] != two[2]:
-            raise refused_at(f"an argument differs from update to update ({one[2]}, then {two[2]})"[:300], line, _SAME)
-        raise refused_at("what a call reads, or its autocast region, differs from update to update", line, _SAME)
-    for value, constant in zip(inputs.constants, its.constants, strict=True):
-        if digest(inputs.constants[value]) != digest(its.constants[constant]):
-            line = next((c.line for c in other.program.calls if value in {*c.reads()}), other.line)
-            raise refused_at(
-                f"a tensor {list(inputs.constants[value].shape)} differs from update to update and comes from no batch",
-                line,
-                "take it from the batch, or keep it as a buffer of the module",
-            )
-
-
-_SAME = "a step computes the same in every update; what differs belongs into the batch"
-
-
-def _described(backward: Backward, inputs: Inputs, *, of_sizes: bool) -> Iterator[tuple[Any, ...]]:
-    """Yield a description of each call that is equal for equal programs: line, function, arguments, and the rest."""
-    numbers = {value: f"<{i}>" for i, value in enumerate(inputs.constants)}
-    numbers |= {value: f"<{name}>" for value, name in (*inputs.owned.items(), *inputs.batch.items())}
-    for call in backward.program.calls:
-        for path, value in call.results:
-            numbers[value] = f"<result {len(numbers)} {path}>"
-        arguments = _plain((call.args, call.kwargs), numbers, of_sizes)
-        what = _module_key(call.function) if isinstance(call.function, torch.nn.Module) else _key(call.function)
-        yield call.line, what, arguments, (call.ambient, call.random is None, len(call.results), len(call.writes))
-
-
-def _module_key(module: torch.nn.Module) -> Any:
-    """Return what equal modules share: those without tensors, as a loss made in every epoch, need not be one object."""
-    return module if has_tensors(module) else (type(module), str(module))
-
-
-def _key(function: Any) -> Any:
-    """Return what equal functions share: methods of attributes are made anew for each call."""
-    return getattr(function, "__self__", None), getattr(function, "__qualname__", function)
-
-
-def _plain(argument: Any, numbers: Mapping[Value, str], of_sizes: bool) -> Any:
-    if isinstance(argument, Value):
-        return numbers[argument]
-    if isinstance(argument, slice):
-        return ("slice", _plain((argument.start, argument.stop, argument.step), numbers, of_sizes))
-    if isinstance(argument, tuple | list):
-        return tuple(_plain(item, numbers, of_sizes) for item in argument)
-    if isinstance(argument, Mapping):
-        return tuple((key, _plain(item, numbers, of_sizes)) for key, item in argument.items())
-    return "size" if of_sizes and type(argument) is int else argument
-
-
-def _window(updates: Sequence[Update]) -> int:
+def _window(updates: Sequence[Update], programs: Sequence[tuple[Backward, Inputs]]) -> int:
     count = len(updates[0].backwards)
     for update in updates:
         if len(update.backwards) != count:
@@ -303,6 +243,10 @@ def _window(updates: Sequence[Update]) -> int:
                 update.line,
                 "accumulate the same number of micro-batches in every update",
             )
+    if count > 1 and len(programs) > 1:
+        raise refused_at(
+            "the micro-batches of a window differ in size", programs[1][0].line, "give the DataLoader drop_last=True"
+        )
     return count
 
 
@@ -355,7 +299,7 @@ def _clip(updates: Sequence[Update], optimizer: torch.optim.Optimizer, is_scaled
     return clip
 
 
-def _scheduler(recording: Recording, optimizer: torch.optim.Optimizer, loader: int) -> tuple[Any, bool]:
+def _scheduler(recording: Recording, optimizer: torch.optim.Optimizer, loader: int | None) -> tuple[Any, bool]:
     """Return the scheduler, None without one, and whether it steps at the end of a pass."""
     updates = recording.updates
     steps = [step for update in (*updates, recording.rest) for step in update.schedulers]
@@ -380,7 +324,7 @@ def _scheduler(recording: Recording, optimizer: torch.optim.Optimizer, loader: i
     counts = [len(update.schedulers) for update in later]
     if all(count == 1 for count in counts):
         return scheduler, False
-    if counts == [update.passes.count(loader) for update in later]:
+    if loader is not None and counts == [update.passes.count(loader) for update in later]:
         return scheduler, True
     raise refused_at(
         "the scheduler steps neither after every update nor after every epoch", line, "step it at one of these"

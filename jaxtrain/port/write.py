@@ -10,9 +10,10 @@ import torch
 
 from jaxtrain.interop import live_expression
 from jaxtrain.optim import Call, Expression, format_expression
+from jaxtrain.port.refused import refused_at
 from jaxtrain.port.replay import recorded_module
 from jaxtrain.port.rerun import set_start
-from jaxtrain.port.understand import Training, refused_at
+from jaxtrain.port.understand import Training
 from jaxtrain.torch_import import ImportedModel, Line, from_torch
 
 
@@ -42,15 +43,14 @@ def ported(training: Training) -> Ported:
     set_start(training)
     backward, inputs = training.programs[0]
     module = program_module(training, 0)
-    example = {name: backward.tensors[value].detach() for value, name in inputs.batch.items()}
-    model = from_torch(module, example)
+    model = from_torch(module, inputs.batch_of(backward))
     return Ported(training, module, model, _optimizer(training, module, model))
 
 
 def program_module(training: Training, number: int) -> torch.nn.Module:
     """Return the program of batches of a shape as a module, by the number of the shape."""
     backward, inputs = training.programs[number]
-    module = recorded_module(backward.program, training.modules, inputs.owned, inputs.batch, inputs.constants)
+    module = recorded_module(backward.program, training.modules, inputs, training.first_carried())
     return module.train()
 
 
@@ -94,13 +94,20 @@ def write(result: Ported, script: Path, args: Sequence[str], folder: Path) -> li
     """
     from safetensors.flax import save_file
 
-    text = recipe_source(result, script, args)
+    text, training = recipe_source(result, script, args), result.training
     written = result.model.save_source(folder / "model.py", evaluation=not result.model.draws_in_evaluation)
     if result.model.state is not None:
         save_file({name: jnp.asarray(x) for name, x in result.model.state.items()}, folder / "state.safetensors")
         written.append(folder / "state.safetensors")
+    if training.cut is not None:
+        (folder / INPUTS).write_text(training.cut.as_json(), encoding="utf-8")
+        written.append(folder / INPUTS)
     (folder / "run.py").write_text(text, encoding="utf-8")
     return [folder / "run.py", *written]
+
+
+INPUTS = "inputs.json"
+"""File of what a script gives to its programs."""
 
 
 def recipe_source(result: Ported, script: Path, args: Sequence[str]) -> str:
@@ -112,10 +119,13 @@ def recipe_source(result: Ported, script: Path, args: Sequence[str]) -> str:
     state = ', port.arrays(HERE / "state.safetensors")' if has_state else ""
     weight = "1" if training.accumulate == 1 else f"1 / {training.accumulate}"
     returned = f"jt.Loss(loss, {weight}), {{}}" + (", model_state" if has_state else "")
-    passed = "params, batch, rng" + (", model_state" if has_state else "")
-    keys = _batch_keys(training)
-    loader = f"port.script_loader(SCRIPT, ARGS, {training.loader})"
-    data = f"port.ScriptRows({loader}, {keys!r})" if training.accumulate > 1 else loader
+    if training.cut is not None:
+        keys, data, batch = (), f'port.ScriptBatches(SCRIPT, ARGS, HERE / "{INPUTS}")', "port.micro_batch(batch)"
+    else:
+        keys, batch = _batch_keys(training), "batch"
+        loader = f"port.script_loader(SCRIPT, ARGS, {training.loader})"
+        data = f"port.ScriptRows({loader}, {keys!r})" if training.accumulate > 1 else loader
+    passed = f"params, {batch}, rng" + (", model_state" if has_state else "")
     frozen = sorted(name for name in result.model.params if result.model.frozen(name))
     fields = "".join(
         [
@@ -189,14 +199,11 @@ def _settings(result: Ported) -> dict[str, tuple[str, Any, str]]:
     """Return the settings of the recipe: type, value, and the script's line."""
     training = result.training
     recording = training.recording
-    passes = sum(update.passes.count(training.loader) for update in (*recording.updates, recording.rest))
-    epochs = passes if recording.is_over else 1
-    data = _at(recording.loaders[training.loader].line)
+    steps, data = _length(training)
     optimizer = _at(recording.optimizers[id(training.optimizer)])
     schedule = "" if training.scheduler is None else f", {_at(recording.schedulers[id(training.scheduler)])}"
-    steps = f"{epochs} epochs" if recording.is_over else "an epoch; choose as many as you need"
     found: dict[str, tuple[str, Any, str]] = {
-        "steps": ("int", epochs * training.epoch, steps),
+        "steps": ("int", *steps),
         "batch_size": ("int", training.rows * training.accumulate, data),
         "optimizer": ("str", format_expression(result.optimizer), optimizer + schedule),
         "clip_norm": ("float | None", None, "")
@@ -210,8 +217,20 @@ def _settings(result: Ported) -> dict[str, tuple[str, Any, str]]:
     if (scale := _loss_scale(training)) is not None:
         found["loss_scale"] = ("str | None", scale, "")
     if len(training.programs) > 1:
-        found["allow_recompile"] = ("int", len(training.programs) - 1, "the last batch of an epoch is smaller")
+        found["allow_recompile"] = ("int", len(training.programs) - 1, "batches differ in size")
     return found
+
+
+def _length(training: Training) -> tuple[tuple[int, str], str]:
+    """Return how many updates the script makes, with a comment, and where its data come from."""
+    recording = training.recording
+    if training.loader is None:
+        length = "as in the script" if recording.is_over else "choose as many as you need"
+        return (len(recording.updates), length), _at(training.programs[0][0].line)
+    passes = sum(update.passes.count(training.loader) for update in (*recording.updates, recording.rest))
+    epochs = passes if recording.is_over else 1
+    length = f"{epochs} epochs" if recording.is_over else "an epoch; choose as many as you need"
+    return (epochs * training.epoch, length), _at(recording.loaders[training.loader].line)
 
 
 PRECISIONS = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

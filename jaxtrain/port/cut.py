@@ -1,0 +1,400 @@
+"""A recording as programs that begin where the model does: all else that they read, the script itself gives them.
+
+What a script computes without its model, such as the rows of a batch, noise, a mask or an annealed weight, is an input
+of its programs, which the script itself makes while the port trains (`jaxtrain.port.feeder`). Tensors that the model
+computed in the update before are carried from update to update, as hidden states are.
+"""
+
+import inspect
+import itertools
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from jaxtrain.port.calls import Call, Origin, Step, Value
+from jaxtrain.port.inputs import Inputs, free, owned_values
+from jaxtrain.port.recording import Backward, Recording
+from jaxtrain.port.refused import refused_at
+from jaxtrain.port.same_program import SAME
+from jaxtrain.port.script import digest
+from jaxtrain.torch_import import Line
+
+ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow", "true_divide", "lerp", "rsub", "where"})
+"""Functions that take a tensor of one number in place of a number."""
+
+
+class Key(NamedTuple):
+    """A call of an interval.
+
+    Attributes:
+      text: The call, as text.
+      later: How many calls of the same text come after it; evaluations come before.
+    """
+
+    text: str
+    later: int
+
+
+class Place(NamedTuple):
+    """Where a tensor is made in an interval.
+
+    Attributes:
+      call: The call.
+      path: Where the tensor is in its result.
+    """
+
+    call: Key
+    path: tuple[Step, ...]
+
+
+class Number(NamedTuple):
+    """A number that differs from update to update.
+
+    Attributes:
+      name: Name of a variable of the script that holds it.
+      call: Place of its call in the program.
+      path: Its place in the arguments.
+    """
+
+    name: str
+    call: int
+    path: tuple[Step, ...]
+
+
+class Root(NamedTuple):
+    """A tensor that a program reads and does not make.
+
+    Attributes:
+      kind: "model" for a parameter or a buffer, "input", or "constant".
+      name: Its name; a digest of a constant.
+    """
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What all programs of a script have in common.
+
+    Attributes:
+      calls: Their calls.
+      roots: Their roots, in the order in which they are read; numbers that differ are the last ones.
+      carried: The names of the inputs that the update before computes, if there is one.
+      places: Where it computes them.
+      numbers: The numbers that differ.
+    """
+
+    calls: tuple[Key, ...]
+    roots: tuple[Root, ...]
+    carried: tuple[str, ...]
+    places: tuple[Place, ...]
+    numbers: tuple[Number, ...]
+
+    def read(self, backward: Backward, before: Backward | None) -> Backward:
+        """Return the program of an interval from where the model begins.
+
+        Args:
+          backward: What was recorded up to a call of `backward`.
+          before: The same of the call before.
+
+        Raises:
+          UserError: It is another program.
+        """
+        found = _program(backward, self.calls, self.places)
+        if len(found.program.roots) + len(self.numbers) != len(self.roots) or _calls(found) != self.calls:
+            raise refused_at("the calls of an update differ from update to update", _other_line(self, found), SAME)
+        found = _with_numbers(found, self.numbers)
+        carried = {*_carried(before, found)} if before is not None else set()
+        count = sum(
+            root.name in self.carried for x, root in zip(found.program.roots, self.roots, strict=True) if x in carried
+        )
+        if count not in (0, len(self.carried)):
+            raise refused_at(
+                "some of the tensors that are carried are given anew", backward.line, "give all of them anew"
+            )
+        return replace(found, is_carried=count > 0)
+
+    def inputs(self, backward: Backward) -> Inputs:
+        """Return where the roots of a program come from, which `read` has returned."""
+        by_kind: dict[str, dict[Value, str]] = {"model": {}, "input": {}, "constant": {}}
+        for value, root in zip(backward.program.roots, self.roots, strict=True):
+            by_kind[root.kind][value] = root.name
+        constants = {x: backward.tensors[x] for x in by_kind["constant"]}
+        kept = dict(zip(self.carried, backward.program.kept, strict=True))
+        return Inputs(by_kind["model"], by_kind["input"], {}, constants, kept)
+
+    def as_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def of_json(cls, text: str) -> "Cut":
+        """Return what `as_json` has written.
+
+        Args:
+          text: The text.
+        """
+        found = json.loads(text)
+        return cls(
+            calls=tuple(Key(*call) for call in found["calls"]),
+            roots=tuple(Root(*root) for root in found["roots"]),
+            carried=tuple(found["carried"]),
+            places=tuple(Place(Key(*call), _path(path)) for call, path in found["places"]),
+            numbers=tuple(Number(name, call, _path(path)) for name, call, path in found["numbers"]),
+        )
+
+
+def _path(steps: Sequence[Sequence[Any]]) -> tuple[Step, ...]:
+    return tuple((kind, key) for kind, key in steps)
+
+
+def cut(recording: Recording, modules: Mapping[str, torch.nn.Module]) -> tuple[list[Backward], Cut]:
+    """Return the programs of a recording from where the model begins, and what they have in common.
+
+    Args:
+      recording: A recording.
+      modules: The script's modules, by name.
+
+    Raises:
+      UserError: The programs differ, or read what the model computed, but not in the update before.
+    """
+    backwards = [backward for update in recording.updates for backward in update.backwards]
+    calls, places = _calls_of_model(backwards, modules)
+    programs = [_program(backward, calls, places) for backward in backwards]
+    found = _common(programs, modules, places, _differing_numbers(programs))
+    read = [found.read(backward, before) for before, backward in zip([None, *backwards], backwards, strict=False)]
+    for backward in read:
+        owned = owned_values(backward, modules)
+        if owned != found.inputs(backward).owned:
+            raise refused_at("an update reads other parameters than the first one", backward.line, SAME)
+    return read, found
+
+
+def _calls_of_model(
+    backwards: Sequence[Backward], modules: Mapping[str, torch.nn.Module]
+) -> tuple[set[Key], tuple[Place, ...]]:
+    """Return the calls that depend on the model in an update, and those of their results that the next update reads.
+
+    A call may depend on it in some updates alone, as that of a hidden state that is given anew for the others.
+    """
+    calls: set[Key] = set()
+    places: dict[Place, None] = {}
+    while True:
+        programs = [_program(backward, calls, places) for backward in backwards]
+        new_calls = {key for backward in programs for key in _calls(backward)} - calls
+        new_places = {
+            _place(before, value): None
+            for before, backward in itertools.pairwise(programs)
+            for value in _carried(before, backward)
+            if value not in owned_values(backward, modules)
+        }
+        if not new_calls and new_places.keys() <= places.keys():
+            return calls, tuple(places)
+        calls |= new_calls
+        places |= new_places
+
+
+def _program(backward: Backward, calls: Collection[Key], places: Iterable[Place]) -> Backward:
+    """Return a program of some calls and of all that depend on the model; it also makes what the next one reads."""
+    keys = _keys(backward)
+    kept = [_value_at(backward, place) for place in places]
+    program = backward.interval.program(lambda call: bool(call.origin & Origin.MODEL) or keys[id(call)] in calls, kept)
+    return replace(backward, program=program)
+
+
+def _calls(backward: Backward) -> tuple[Key, ...]:
+    keys = _keys(backward)
+    return tuple(keys[id(call)] for call in backward.program.calls)
+
+
+def _keys(backward: Backward) -> dict[int, Key]:
+    """Return the keys of the calls of an interval, by their identity."""
+    count, found = Counter[str](), dict[int, Key]()
+    for call in reversed(backward.interval.calls):
+        text = _text(call)
+        found[id(call)] = Key(text, count[text])
+        count[text] += 1
+    return found
+
+
+def _carried(before: Backward, backward: Backward) -> Iterator[Value]:
+    """Yield the roots of a program that the model computed in the interval before."""
+    made = {value for call in before.interval.calls for _, value in call.results}
+    yield from (x for x in backward.program.roots if x in backward.interval.carried and x in made)
+
+
+def _place(backward: Backward, wanted: Value) -> Place:
+    return next(place for place, value in _places(backward) if value == wanted)
+
+
+def _value_at(backward: Backward, wanted: Place) -> Value:
+    found = next((value for place, value in _places(backward) if place == wanted), None)
+    if found is None:
+        raise refused_at(
+            "a tensor that is carried to the next update is not computed in this one",
+            backward.line,
+            "compute it always",
+        )
+    return found
+
+
+def _places(backward: Backward) -> Iterator[tuple[Place, Value]]:
+    """Yield where an interval makes tensors."""
+    keys = _keys(backward)
+    for call in backward.interval.calls:
+        yield from ((Place(keys[id(call)], path), value) for path, value in call.results)
+
+
+def _text(call: Call) -> str:
+    """Return a call as text, which is the same in every process."""
+    function = call.function
+    name = type(function).__name__ if isinstance(function, torch.nn.Module) else getattr(function, "__name__", "")
+    return f"{Path(call.line.file).name}:{call.line.number} {name}"
+
+
+def _other_line(found: Cut, backward: Backward) -> Line:
+    pairs = zip(backward.program.calls, _calls(backward), found.calls, strict=False)
+    return next((call.line for call, key, other in pairs if key != other), backward.line)
+
+
+def _differing_numbers(backwards: Sequence[Backward]) -> tuple[Number, ...]:
+    """Return the numbers of a program that differ from update to update."""
+    first, *others = backwards
+    found: list[Number] = []
+    for i, call in enumerate(first.program.calls):
+        if not _takes_numbers(call):
+            continue
+        for path, number in numbers_in((call.args, call.kwargs)):
+            same = (b.program.calls[i] for b in others if i < len(b.program.calls))
+            if any(dict(numbers_in((other.args, other.kwargs))).get(path, number) != number for other in same):
+                name = free(_number_name(backwards, i, path), [x.name for x in found])
+                found.append(Number(name, i, path))
+    return tuple(found)
+
+
+def _number_name(backwards: Sequence[Backward], call: int, path: tuple[Step, ...]) -> str:
+    """Return the name of a variable of the script that always has the value of a number."""
+    names = {*backwards[0].numbers}
+    for backward in backwards:
+        calls = backward.program.calls
+        value = dict(numbers_in((calls[call].args, calls[call].kwargs))).get(path) if call < len(calls) else None
+        names &= {name for name, x in backward.numbers.items() if x == value}
+    return min(names, default="number")
+
+
+def _takes_numbers(call: Call) -> bool:
+    name = getattr(call.function, "__name__", "").strip("_")
+    return name.removeprefix("r") in ARITHMETIC or name.removeprefix("i") in ARITHMETIC or name in ARITHMETIC
+
+
+def numbers_in(argument: Any, path: tuple[Step, ...] = ()) -> Iterator[tuple[tuple[Step, ...], float]]:
+    """Yield the numbers with a fraction among the arguments of a call, with their places."""
+    if type(argument) is float:
+        yield path, argument
+    elif isinstance(argument, Mapping):
+        for key, item in argument.items():
+            yield from numbers_in(item, (*path, ("item", key)))
+    elif isinstance(argument, tuple | list) and not isinstance(argument, Value):
+        for i, item in enumerate(argument):
+            yield from numbers_in(item, (*path, ("item", i)))
+
+
+def _with_numbers(backward: Backward, numbers: Sequence[Number]) -> Backward:
+    """Return a program that reads numbers that differ as tensors of float64, PyTorch's own precision of numbers."""
+    calls, given = [*backward.program.calls], dict(backward.interval.given)
+    values = [Value(-1 - k) for k in range(len(numbers))]
+    for value, number in zip(values, numbers, strict=True):
+        call = calls[number.call] if number.call < len(calls) else None
+        there = {} if call is None else dict(numbers_in((call.args, call.kwargs)))
+        if call is None or number.path not in there:
+            raise refused_at("a number is no number in every update", (call or calls[-1]).line, SAME)
+        given[value] = torch.tensor(there[number.path], dtype=torch.float64)
+        args, kwargs = _replaced((call.args, call.kwargs), number.path, value)
+        calls[number.call] = call._replace(args=args, kwargs=kwargs)
+    program = backward.program._replace(calls=tuple(calls), roots=(*backward.program.roots, *values))
+    return replace(backward, program=program, interval=backward.interval._replace(given=given))
+
+
+def _replaced(argument: Any, path: tuple[Step, ...], new: Any) -> Any:
+    if not path:
+        return new
+    (_, key), *rest = path
+    if isinstance(argument, Mapping):
+        return {name: _replaced(x, tuple(rest), new) if name == key else x for name, x in argument.items()}
+    items = [_replaced(x, tuple(rest), new) if i == key else x for i, x in enumerate(argument)]
+    return items if isinstance(argument, list) else tuple(items)
+
+
+def _common(
+    backwards: Sequence[Backward],
+    modules: Mapping[str, torch.nn.Module],
+    places: tuple[Place, ...],
+    numbers: tuple[Number, ...],
+) -> Cut:
+    """Return what programs have in common, those of the first one's roots."""
+    first, count = backwards[0], len(backwards[0].program.roots)
+    owned = owned_values(first, modules)
+    same = [backward for backward in backwards if len(backward.program.roots) == count]
+    carried_at: dict[int, Place] = {}
+    for before, backward in itertools.pairwise(backwards):
+        of_before = {*_carried(before, backward)}
+        roots = enumerate(backward.program.roots[:count])
+        carried_at |= {i: _place(before, x) for i, x in roots if x in of_before and first.program.roots[i] not in owned}
+    digests = [{digest(b.tensors.get(b.program.roots[i])) for b in same} for i in range(count)]
+    # A script whose batches never differ, as for a graph, gives all that it has.
+    has_batch = bool(carried_at) or any(len(found) > 1 for found in digests)
+    roots: list[Root] = []
+    for i, value in enumerate(first.program.roots):
+        if value in owned:
+            roots.append(Root("model", owned[value]))
+        elif i in carried_at or len(digests[i]) > 1 or not has_batch:
+            if i not in carried_at:
+                _check_not_of_model(same, i)
+            taken = [*(root.name for root in roots if root.kind == "input"), *(x.name for x in numbers)]
+            name = first.names.get(_value_at(first, carried_at[i])) if i in carried_at else None
+            roots.append(Root("input", free(name or _input_name(first, value), taken)))
+        else:
+            roots.append(Root("constant", *digests[i]))
+    by_place = {place: roots[i].name for i, place in carried_at.items()}
+    if by_place.keys() != {*places}:
+        raise refused_at("some updates alone read what the model computed before", first.line, SAME)
+    roots += [Root("input", x.name) for x in numbers]
+    return Cut(
+        calls=_calls(first),
+        roots=tuple(roots),
+        carried=tuple(by_place[place] for place in places),
+        places=places,
+        numbers=numbers,
+    )
+
+
+def _check_not_of_model(backwards: Sequence[Backward], i: int) -> None:
+    for backward in backwards:
+        value = backward.program.roots[i]
+        if value in backward.interval.carried:
+            line = next((c.line for c in backward.program.calls if value in {*c.reads()}), backward.line)
+            raise refused_at(
+                "a tensor that the model computed before the last update is read", line, "compute it in every update"
+            )
+
+
+def _input_name(backward: Backward, value: Value) -> str:
+    """Return the name of a variable of the script that holds a tensor, or of the argument that it is given as."""
+    if value in backward.names:
+        return backward.names[value]
+    for call in backward.program.calls:
+        function = call.function.forward if isinstance(call.function, torch.nn.Module) else call.function
+        try:
+            bound = inspect.signature(function).bind(*call.args, **call.kwargs).arguments
+        except (TypeError, ValueError):
+            continue
+        for name, x in bound.items():
+            if x == value and type(x) is Value:
+                return name
+    return "batch"

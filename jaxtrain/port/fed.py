@@ -1,0 +1,44 @@
+"""Whether a script gives the batches of a ported run: without its model, and as they were recorded."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.port.data import ScriptBatches
+from jaxtrain.port.refused import refused_at
+from jaxtrain.port.understand import Training
+from jaxtrain.port.write import INPUTS
+
+SHIFT = 0.25
+"""What is added to the numbers that modules return, in one of two runs."""
+
+
+def check_fed(training: Training, script: Path, args: Sequence[str], folder: Path) -> None:
+    """Compare what a script gives for two kinds of answers of its modules, for as many updates as were recorded.
+
+    Args:
+      training: What the script is.
+      script: The script.
+      args: Its arguments.
+      folder: The folder with the file of its inputs.
+
+    Raises:
+      UserError: It gives other batches if its modules compute something else, or in every run.
+    """
+    backwards = [backward for update in training.recording.updates for backward in update.backwards]
+    runs = [ScriptBatches(script, args, folder / INPUTS, shift) for shift in (0.0, SHIFT)]
+    streams = [iter(run) for run in runs]
+    try:
+        for backward in backwards:
+            one, two = (next(stream, {}) for stream in streams)
+            for name in {**one, **two}:
+                if name not in one or name not in two or not np.array_equal(one[name], two[name], equal_nan=True):
+                    raise refused_at(
+                        f"{name} depends on what the model computes, or differs from run to run",
+                        backward.line,
+                        "seed all random numbers, and compute it from the data alone",
+                    )
+    finally:
+        for stream in streams:
+            stream.close()

@@ -1,0 +1,148 @@
+"""The process that runs a script as the source of a ported run's batches: `python -m jaxtrain.port.feeder`.
+
+The script runs without its model: a call of a module is answered with what the module returned first for arguments of
+these shapes, `backward` and the steps of optimizers do nothing. What the programs of its updates would have
+read is sent to the run that trains. Nothing of that depends on what the model computes: `jaxtrain port` has compared
+two runs with answers that differ.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from jaxtrain.errors import UserError
+from jaxtrain.port.calls import tensors_in
+from jaxtrain.port.cut import Cut
+from jaxtrain.port.kept_files import kept_files
+from jaxtrain.port.recording import Backward
+from jaxtrain.port.refused import refused_at
+from jaxtrain.port.script import Watch, digest, run
+
+
+class Feeder(Watch):
+    """Sends what the programs of a script's updates read.
+
+    Args:
+      script: The script.
+      found: What its programs have in common.
+      send: Called with the tensors of a micro-batch, by name, when the optimizer steps that it is for.
+      shift: What is added to the numbers of answers.
+    """
+
+    def __init__(self, script: Path, found: Cut, send: Callable[[dict[str, Any]], None], shift: float) -> None:
+        super().__init__(str(script.resolve()), 0, lambda _: None)
+        self._cut, self._send, self._shift = found, send, shift
+        self._window: list[dict[str, Any]] = []
+        self._last: Backward | None = None
+        self._answers: dict[Any, Any] = {}
+        self.recorder.answer = self._answer
+
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yield what is replaced in PyTorch."""
+        yield from super().replacements()
+        scaler = torch.amp.GradScaler
+        yield scaler, "scale", lambda _, outputs: outputs
+        yield scaler, "unscale_", lambda _, optimizer: None
+        yield scaler, "step", lambda _, optimizer, *args, **kwargs: optimizer.step(*args, **kwargs)
+        yield scaler, "update", lambda _, new_scale=None: None
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+                yield owner, name, lambda *args, **kwargs: torch.zeros(())
+
+    def one_pass(self, loader: Any) -> Iterator[Any]:
+        """Return all batches of a DataLoader."""
+        return _all_batches(loader)
+
+    def around_module(self, module: torch.nn.Module, call: Callable[[], Any]) -> Any:
+        """Call a module."""
+        if self._last is None and torch.is_grad_enabled() and not self._answers:
+            self.recorder.forget_writes()
+        return call()
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Read the micro-batch of a loss."""
+        with self.recorder.inside():
+            program = self.program(loss, None, self.recorder.line())
+            read = self._cut.read(program, self._last)
+            for value, root in zip(read.program.roots, self._cut.roots, strict=True):
+                if root.kind == "constant" and digest(read.tensors.get(value)) != root.name:
+                    raise refused_at(
+                        "a tensor was the same in all updates that were recorded", read.line, "port it anew"
+                    )
+            self._window.append(self._cut.inputs(read).batch_of(read))
+            self._last = program
+        self.recorder.end_interval()
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Send the micro-batches of an update."""
+        self._in_step.enter_context(self.recorder.inside())
+        for micro_batch in self._window:
+            self._send({name: x.cpu() for name, x in micro_batch.items()})
+        self._window.clear()
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """End the step."""
+        self._in_step.close()
+
+    def _answer(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return what a module returned first for such arguments, in new tensors."""
+        key = id(module), module.training, torch.is_grad_enabled(), _described((args, kwargs))
+        if key not in self._answers:
+            self._answers[key] = module(*args, **kwargs)
+        result = self._answers[key]
+        if len([*tensors_in(result)]) != sum(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result)):
+            return module(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, self._fresh, result)
+
+    def _fresh(self, x: torch.Tensor) -> torch.Tensor:
+        shifted = x.detach() + self._shift if x.is_floating_point() and self._shift else x.detach().clone()
+        return shifted.requires_grad_().clone() if x.requires_grad and torch.is_grad_enabled() else shifted
+
+
+_all_batches = DataLoader.__iter__
+
+
+def _described(argument: Any) -> Any:
+    """Return what arguments share that have the same shapes."""
+    if isinstance(argument, torch.Tensor):
+        return tuple(argument.shape), argument.dtype
+    if isinstance(argument, Mapping):
+        return tuple((key, _described(x)) for key, x in argument.items())
+    if isinstance(argument, tuple | list):
+        return tuple(map(_described, argument))
+    return argument if argument.__hash__ else repr(argument)
+
+
+def main(args: list[str]) -> None:
+    """Send the micro-batches of a script.
+
+    Args:
+      args: A file descriptor, the shift, the file of what programs have in common, the script, and its own arguments.
+    """
+    pipe, shift, found, script, *own = args
+    connection = Connection(int(pipe), readable=False)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+    def send(micro_batch: dict[str, torch.Tensor]) -> None:
+        connection.send({name: to_numpy(x) for name, x in micro_batch.items()})
+
+    from jaxtrain.data import tensor_to_numpy as to_numpy
+
+    try:
+        with kept_files():
+            run(Path(script), own, Feeder(Path(script), Cut.of_json(Path(found).read_text()), send, float(shift)))
+    except BrokenPipeError:  # the run has all that it needs
+        return
+    except UserError as error:
+        connection.send(str(error))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

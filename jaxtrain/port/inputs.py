@@ -1,0 +1,76 @@
+"""Where the tensors come from that a program reads and does not make."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from jaxtrain.port.calls import Value
+from jaxtrain.port.recording import Backward, Leaf
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Where the roots of a program come from.
+
+    Attributes:
+      owned: Parameters and buffers of the script's modules, by name.
+      batch: Tensors of a batch, by the name of the script's variable.
+      leaves: Places of these in the batch, by the same name.
+      constants: The others, whose values never change.
+      kept: What the program makes for the next one, which has it in place of an input: by the name of that.
+    """
+
+    owned: Mapping[Value, str]
+    batch: Mapping[Value, str]
+    leaves: Mapping[str, Leaf]
+    constants: Mapping[Value, torch.Tensor]
+    kept: Mapping[str, Value] = field(default_factory=dict)
+
+    def batch_of(self, backward: Backward) -> dict[str, torch.Tensor]:
+        """Return the tensors with which a program was recorded, by name."""
+        found = {name: backward.tensors[value].detach() for value, name in self.batch.items()}
+        if not self.kept:
+            return found
+        if backward.is_carried:
+            found |= {name: torch.zeros_like(found[name]) for name in self.kept}
+        return {**found, CARRIED: torch.tensor(backward.is_carried)}
+
+
+CARRIED = "is_carried"
+"""The input that says whether what an update keeps is read by the next one, or given to it anew."""
+
+
+def of_batches(backward: Backward, modules: Mapping[str, torch.nn.Module], names: dict[Leaf, str]) -> Inputs:
+    """Return the inputs of a program that begins with batches of DataLoaders.
+
+    Args:
+      backward: The program.
+      modules: The script's modules, by name.
+      names: Names of the tensors of a batch; new ones are added.
+    """
+    owned = owned_values(backward, modules)
+    leaves = {value: leaf for value, leaf in backward.leaves.items() if value in backward.program.roots}
+    for value, leaf in leaves.items():
+        if leaf not in names:
+            name = leaf.key if isinstance(leaf.key, str) else backward.names.get(value) or f"batch_{leaf.key or 0}"
+            names[leaf] = free(name if name.isidentifier() and name != "self" else "batch", {*names.values()})
+    batch = {value: names[leaf] for value, leaf in leaves.items()}
+    rest = {x: backward.tensors[x] for x in backward.program.roots if x not in owned and x not in batch}
+    return Inputs(owned, batch, {names[leaf]: leaf for leaf in leaves.values()}, rest)
+
+
+def owned_values(backward: Backward, modules: Mapping[str, torch.nn.Module]) -> dict[Value, str]:
+    """Return the names of the parameters and buffers of modules that a program reads itself."""
+    by_id = {
+        id(x): f"{name}.{path}"
+        for name, part in modules.items()
+        for path, x in (*part.named_parameters(), *part.named_buffers())
+    }
+    known = backward.interval.identities
+    return {value: by_id[known[value]] for value in backward.program.roots if known.get(value) in by_id}
+
+
+def free(name: str, taken: Collection[str]) -> str:
+    """Return a name, with a number if it is taken."""
+    return name if name not in taken else next(x for i in range(2, 10**6) if (x := f"{name}_{i}") not in taken)
