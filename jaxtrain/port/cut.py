@@ -344,8 +344,9 @@ def _common(
     carried_at: dict[int, Place] = {}
     for before, backward in itertools.pairwise(backwards):
         of_before = {*_carried(before, backward)}
-        roots = enumerate(backward.program.roots[:count])
-        carried_at |= {i: _place(before, x) for i, x in roots if x in of_before and first.program.roots[i] not in owned}
+        for i, value in enumerate(backward.program.roots[:count]):
+            if value in of_before and first.program.roots[i] not in owned:
+                carried_at[i] = _place(before, value)
     digests = [{digest(b.tensors.get(b.program.roots[i])) for b in same} for i in range(count)]
     # A script whose batches never differ, as for a graph, gives all that it has.
     has_batch = bool(carried_at) or any(len(found) > 1 for found in digests)
@@ -360,7 +361,7 @@ def _common(
             name = first.names.get(_value_at(first, carried_at[i])) if i in carried_at else None
             roots.append(Root("input", free(name or _input_name(first, value), taken)))
         else:
-            roots.append(Root("constant", *digests[i]))
+            roots.append(Root("constant", digests[i].pop() or ""))
     by_place = {place: roots[i].name for i, place in carried_at.items()}
     if by_place.keys() != {*places}:
         raise refused_at("some updates alone read what the model computed before", first.line, SAME)

@@ -5,7 +5,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ class ScriptBatches:
     def __init__(self, script: Path | str, args: Sequence[str], inputs: Path | str, shift: float = 0.0) -> None:
         self._script, self._args, self._inputs, self._shift = Path(script), args, Path(inputs), shift
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Generator[dict[str, Any], None, None]:
         ours, theirs = os.pipe()
         given = [str(theirs), str(self._shift), str(self._inputs), str(self._script), *self._args]
         command = [sys.executable, "-m", "jaxtrain.port.feeder", *given]

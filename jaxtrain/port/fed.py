@@ -28,7 +28,7 @@ def check_fed(training: Training, script: Path, args: Sequence[str], folder: Pat
     """
     backwards = [backward for update in training.recording.updates for backward in update.backwards]
     runs = [ScriptBatches(script, args, folder / INPUTS, shift) for shift in (0.0, SHIFT)]
-    streams = [iter(run) for run in runs]
+    streams = [run.__iter__() for run in runs]
     try:
         for backward in backwards:
             one, two = (next(stream, {}) for stream in streams)

@@ -24,7 +24,6 @@ OF_SHAPE |= {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
 """Functions that read the shape of a tensor and not its values."""
 _OURS = str(Path(__file__).parent)
 _DEVICES = ("cpu", "cuda")
-_NONE: frozenset[int] = frozenset()
 
 
 class Recorder(TorchFunctionMode):
@@ -138,13 +137,13 @@ class Recorder(TorchFunctionMode):
             given = [x for _, x in tensors_in((args, kwargs))]
             versions = [_version(x) for x in given]
             positional, named = with_values((tuple(args), dict(kwargs)), self.value)
-            is_model = isinstance(function, torch.nn.Module) and has_tensors(function)
-            origin = self._origin(function, given, is_model=is_model)
-            evaluated = frozenset(id(part) for part in function.modules() if not part.training) if is_model else _NONE
+            module = function if isinstance(function, torch.nn.Module) and has_tensors(function) else None
+            origin = self._origin(function, given, is_model=module is not None)
+            evaluated = frozenset(id(part) for part in (module.modules() if module else ()) if not part.training)
             if origin:
                 self._keep(given)
             before, ambient = torch.get_rng_state(), _ambient()
-            result = (partial(self.answer, function) if is_model else function)(*args, **kwargs)
+            result = (function if module is None else partial(self.answer, module))(*args, **kwargs)
             found = [(path, x) for path, x in tensors_in(result) if id(x) not in self._numbers]
             writes = tuple(self.value(x) for x, version in zip(given, versions, strict=True) if _version(x) != version)
             random = None if torch.equal(before, torch.get_rng_state()) else before

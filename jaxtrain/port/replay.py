@@ -66,6 +66,7 @@ class _Writer:
         self._owned = {value: name.split(".") for value, name in inputs.owned.items()}
         self._autocast = next((call.ambient.autocast for call in program.calls if call.ambient.autocast), None)
         self._names: dict[str, Any] = {}
+        self._like: Value | None = None
 
     def forward(self) -> FunctionType:
         """Return the function."""
@@ -98,6 +99,7 @@ class _Writer:
 
     def _statements(self, i: int, call: Call) -> list[ast.stmt]:
         """Return the statements of a call, with the script's line."""
+        self._like = next((x for x in call.reads() if x.number > 0), None)
         value: ast.expr = ast.Call(
             self._callee(call.function),
             [self._expression(x) for x in call.args],
@@ -148,6 +150,9 @@ class _Writer:
     def _expression(self, x: Any) -> ast.expr:
         """Return an argument as an expression."""
         if isinstance(x, Value):
+            if x.number < 0 and self._like is not None:  # a number, which has the dtype of the tensors beside it
+                dtype = ast.Attribute(self._expression(self._like), "dtype", ast.Load())
+                return ast.Call(ast.Attribute(ast.Name(self._inputs[x], ast.Load()), "to", ast.Load()), [dtype], [])
             if x in self._inputs:
                 return ast.Name(self._inputs[x], ast.Load())
             if x in self._owned:

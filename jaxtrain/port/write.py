@@ -119,10 +119,11 @@ def recipe_source(result: Ported, script: Path, args: Sequence[str]) -> str:
     state = ', port.arrays(HERE / "state.safetensors")' if has_state else ""
     weight = "1" if training.accumulate == 1 else f"1 / {training.accumulate}"
     returned = f"jt.Loss(loss, {weight}), {{}}" + (", model_state" if has_state else "")
+    keys = () if training.loader is None else _batch_keys(training, training.loader)
     if training.cut is not None:
-        keys, data, batch = (), f'port.ScriptBatches(SCRIPT, ARGS, HERE / "{INPUTS}")', "port.micro_batch(batch)"
+        data, batch = f'port.ScriptBatches(SCRIPT, ARGS, HERE / "{INPUTS}")', "port.micro_batch(batch)"
     else:
-        keys, batch = _batch_keys(training), "batch"
+        batch = "batch"
         loader = f"port.script_loader(SCRIPT, ARGS, {training.loader})"
         data = f"port.ScriptRows({loader}, {keys!r})" if training.accumulate > 1 else loader
     passed = f"params, {batch}, rng" + (", model_state" if has_state else "")
@@ -259,10 +260,10 @@ def _at(line: Line) -> str:
     return f"{Path(line.file).name}:{line.number}"
 
 
-def _batch_keys(training: Training) -> tuple[str, ...]:
+def _batch_keys(training: Training, loader: int) -> tuple[str, ...]:
     """Return names for the values of a batch that is a tuple; none for those of a dict."""
-    line = training.recording.loaders[training.loader].line
-    batch = training.recording.batches[training.loader]
+    line = training.recording.loaders[loader].line
+    batch = training.recording.batches[loader]
     names = {leaf.key: name for _, inputs in training.programs for name, leaf in inputs.leaves.items()}
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
     if not all(isinstance(x, torch.Tensor) for x in values):
