@@ -5,7 +5,8 @@ updates were recorded. `jaxtrain.port.rerun` has computed the script's updates f
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,32 +116,31 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case
     shapes = task.shapes()
     expression = optimizer_expression(recipe)
     ours = recipe_optimizer(recipe, task.no_decay or (lambda path: False))
-    windows = _windows(result, shape)
+    windows, settings = _windows(result, shape)
     module = result.module if shape == 0 else program_module(training, shape)
-
-    def batch(seed: int, rows: int) -> Batch:
-        window = windows[seed % len(windows)]
-        return {name: x[:rows] for name, x in window.items()}
+    rates = () if training.cut is None else training.cut.rates
 
     def torch_loss(module: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        return module(**(batch if training.cut is None else micro_batch(batch))), 1 / training.accumulate
+        read = batch if training.cut is None else micro_batch(batch)
+        return module(**{name: x for name, x in read.items() if name not in rates}), 1 / training.accumulate
 
     side = Optimizer(
         type(training.optimizer).__name__,
-        partial(_optimizer, result),
+        partial(_optimizer, result, settings[0]),
         ours,
         moments_of(expression, ours, shapes.params),
-        partial(_Recorded, result),
+        partial(_Recorded, settings),
     )
-    return Case(
+    return _Case(
         name=name,
         torch_model=partial(_started, result, module),
         torch_loss=torch_loss,
         loss_fn=without_frozen(task.loss_fn, is_frozen),
         params_like=shapes.params,
         names=model.names,
-        batch=batch,
+        batch=lambda seed, rows: {name: x[:rows] for name, x in windows[seed % len(windows)].items()},
         rows=len(next(iter(windows[0].values()))),
+        windows=windows,
         optimizer=frozen_too(side, is_frozen),
         clip_norm=recipe.clip_norm,
         state_like=shapes.model_state,
@@ -150,6 +150,21 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case
         module=module,
         is_large=flops(task.loss_fn, shapes.params, windows[0], jax.random.key(0), *_state(shapes)) > _LARGE,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case(Case):
+    """A case of recorded windows, in the order of the script.
+
+    Attributes:
+      windows: The windows.
+    """
+
+    windows: Sequence[Batch] = ()
+
+    def batches(self, seed: int, steps: int) -> Iterator[Batch]:
+        """Yield the windows."""
+        yield from itertools.islice(itertools.cycle(self.windows), steps)
 
 
 _LARGE = 10**8
@@ -181,10 +196,12 @@ def _started(result: Ported, module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def _optimizer(result: Ported, named: Sequence[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-    """Return the script's optimizer of a module's parameters."""
+def _optimizer(
+    result: Ported, first: Sequence[Mapping[str, Any]], named: Sequence[tuple[str, torch.nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """Return the script's optimizer of a module's parameters, with the settings of an update."""
     names = {id(p): name for name, p in result.module.named_parameters()}
-    by_name, first = dict(named), _settings(result)[0]
+    by_name = dict(named)
     groups = [
         {**settings, "params": [(names[id(p)], by_name[names[id(p)]]) for p in group["params"]]}
         for group, settings in zip(result.training.optimizer.param_groups, first, strict=True)
@@ -192,15 +209,11 @@ def _optimizer(result: Ported, named: Sequence[tuple[str, torch.nn.Parameter]]) 
     return like(result.training.optimizer, groups)
 
 
-def _settings(result: Ported) -> list[list[dict[str, Any]]]:
-    return [update.settings for update in result.training.recording.updates if update.optimizer is not None]
-
-
 class _Recorded:
     """Gives an optimizer the settings of the recorded updates, one after another."""
 
-    def __init__(self, result: Ported, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer, self._settings, self._count = optimizer, _settings(result), 0
+    def __init__(self, settings: Sequence[Any], optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._settings, self._count = optimizer, settings, 0
 
     def step(self) -> None:
         """Set those of the next update."""
@@ -210,14 +223,19 @@ class _Recorded:
                 group.update(settings)
 
 
-def _windows(result: Ported, shape: int) -> list[dict[str, np.ndarray]]:
-    """Return the recorded windows of batches of a shape: the rows of the micro-batches, or these as rows."""
-    training, found = result.training, []
+def _windows(result: Ported, shape: int) -> tuple[list[dict[str, np.ndarray]], list[list[dict[str, Any]]]]:
+    """Return the recorded windows of batches of a shape, and the optimizer's settings, one update after another.
+
+    A window has the rows of its micro-batches, or, of data that the script gives, micro-batches as rows.
+    """
+    training, windows, settings = result.training, [], []
     first, inputs = training.programs[shape]
     shapes = {name: x.shape for name, x in inputs.batch_of(first).items()}
     join = np.concatenate if training.cut is None else np.stack
-    for update in training.recording.updates:
-        window = [training.inputs(backward).batch_of(backward) for backward in update.backwards]
-        if all({name: x.shape for name, x in micro.items()} == shapes for micro in window):
-            found.append({name: join([np.asarray(micro[name]) for micro in window]) for name in shapes})
-    return found
+    for update, window in training.windows():
+        if all(micro[name].shape == shapes[name] for micro in window for name in shapes):
+            windows.append({name: join([np.asarray(micro[name]) for micro in window]) for name in window[0]})
+            settings.append(update.settings)
+    if training.cut is None or not training.cut.rates:  # a schedule, which counts all updates that were not skipped
+        settings = [update.settings for update in training.recording.updates if update.optimizer is not None]
+    return windows, settings

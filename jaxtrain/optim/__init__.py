@@ -29,6 +29,7 @@ from jaxtrain.optim.expression import format_expression as format_expression
 from jaxtrain.optim.expression import parse_expression as parse_expression
 from jaxtrain.optim.groups import all_but, groups, no_decay
 from jaxtrain.optim.groups import decay_mask as decay_mask
+from jaxtrain.optim.metric_rate import rate_of_metric
 from jaxtrain.optim.moments import average as average
 from jaxtrain.optim.moments import squares as squares
 from jaxtrain.optim.moments import zeros as zeros
@@ -59,6 +60,7 @@ __all__ = [
     "nadam",
     "no_decay",
     "radam",
+    "rate_of_metric",
     "reduce_lr_on_plateau",
     "rmsprop",
     "rprop",

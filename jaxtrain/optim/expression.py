@@ -23,6 +23,7 @@ from jaxtrain.optim.adamw import adam, adamw
 from jaxtrain.optim.asgd import asgd
 from jaxtrain.optim.eight_bit import adam8bit, adamw8bit, sgd8bit
 from jaxtrain.optim.groups import groups
+from jaxtrain.optim.metric_rate import rate_of_metric
 from jaxtrain.optim.muon import muon
 from jaxtrain.optim.nadam import nadam
 from jaxtrain.optim.plateau import reduce_lr_on_plateau
@@ -66,6 +67,7 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
     "one_cycle_lr": schedules.one_cycle_lr,
     "one_cycle_momentum": schedules.one_cycle_momentum,
     "polynomial_lr": schedules.polynomial_lr,
+    "rate_of_metric": rate_of_metric,
     "reduce_lr_on_plateau": reduce_lr_on_plateau,
     "sequential": schedules.sequential,
     "shifted": schedules.shifted,

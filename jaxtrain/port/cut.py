@@ -88,6 +88,7 @@ class Cut:
       carried: The names of the inputs that the update before computes, if there is one.
       places: Where it computes them.
       numbers: The numbers that differ.
+      rates: Names of the learning rates of the optimizer's groups, if the script gives them.
     """
 
     calls: tuple[Key, ...]
@@ -95,6 +96,7 @@ class Cut:
     carried: tuple[str, ...]
     places: tuple[Place, ...]
     numbers: tuple[Number, ...]
+    rates: tuple[str, ...] = ()
 
     def read(self, backward: Backward, before: Backward | None) -> Backward:
         """Return the program of an interval from where the model begins.
@@ -129,6 +131,15 @@ class Cut:
         kept = dict(zip(self.carried, backward.program.kept, strict=True))
         return Inputs(by_kind["model"], by_kind["input"], {}, constants, kept)
 
+    def rates_of(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return the learning rates of an update.
+
+        Args:
+          groups: The optimizer's groups.
+        """
+        pairs = zip(self.rates, groups, strict=True) if self.rates else ()
+        return {name: torch.tensor(float(group["lr"]), dtype=torch.float64) for name, group in pairs}
+
     def as_json(self) -> str:
         """Return it as text."""
         return json.dumps(asdict(self), indent=1)
@@ -147,6 +158,7 @@ class Cut:
             carried=tuple(found["carried"]),
             places=tuple(Place(Key(*call), _path(path)) for call, path in found["places"]),
             numbers=tuple(Number(name, call, _path(path)) for name, call, path in found["numbers"]),
+            rates=tuple(found["rates"]),
         )
 
 

@@ -26,11 +26,10 @@ def check_fed(training: Training, script: Path, args: Sequence[str], folder: Pat
     Raises:
       UserError: It gives other batches if its modules compute something else, or in every run.
     """
-    backwards = [backward for update in training.recording.updates for backward in update.backwards]
     runs = [ScriptBatches(script, args, folder / INPUTS, shift) for shift in (0.0, SHIFT)]
     streams = [run.__iter__() for run in runs]
     try:
-        for backward in backwards:
+        for backward in (backward for update in training.recording.updates for backward in update.backwards):
             one, two = (next(stream, {}) for stream in streams)
             for name in {**one, **two}:
                 if name not in one or name not in two or not np.array_equal(one[name], two[name], equal_nan=True):

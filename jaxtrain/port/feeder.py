@@ -83,8 +83,9 @@ class Feeder(Watch):
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Send the micro-batches of an update."""
         self._in_step.enter_context(self.recorder.inside())
+        rates = self._cut.rates_of(optimizer.param_groups)
         for micro_batch in self._window:
-            self._send({name: x.cpu() for name, x in micro_batch.items()})
+            self._send({name: x.cpu() for name, x in (micro_batch | rates).items()})
         self._window.clear()
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

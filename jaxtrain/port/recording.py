@@ -85,7 +85,7 @@ class Update:
       backwards: The calls of `backward`.
       clips: What clipped gradients.
       optimizer: The optimizer that stepped; None for an update that a `GradScaler` skipped.
-      settings: Its groups when it stepped, without parameters.
+      settings: Its groups when it stepped or was skipped, without parameters.
       gradients: Digests of its parameters' gradients when it stepped, by their places in the groups.
       after: Digests of the parameters after its step.
       schedulers: Schedulers that stepped since the update before.

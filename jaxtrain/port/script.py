@@ -301,7 +301,7 @@ class Watch:
                 f"{type(optimizer).__name__}.step() without backward()", line, "let backward() compute gradients"
             )
         self._update.optimizer, self._update.line = optimizer, line
-        self._update.settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._update.settings = _settings(optimizer)
         self._update.gradients = [digest(p.grad) for p in _parameters(optimizer)]
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -375,7 +375,7 @@ class Watch:
             with self.recorder.inside():
                 result = step(scaler, optimizer, *args, **kwargs)
             if len(self.recording.updates) == count:  # skipped
-                self._update.line = line
+                self._update.line, self._update.settings = line, _settings(optimizer)
                 self._end_update()
             return result
 
@@ -384,6 +384,10 @@ class Watch:
 
 _run_backward = torch.autograd.backward
 _END = object()
+
+
+def _settings(optimizer: Any) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def _parameters(optimizer: Any) -> list[torch.Tensor]:

@@ -56,6 +56,14 @@ class Training:
     rows: int = 1
     cut: Cut | None = None
 
+    def windows(self) -> list[tuple[Update, list[dict[str, torch.Tensor]]]]:
+        """Return the micro-batches of each update, with the learning rates that the script gives."""
+        found = []
+        for update in self.recording.updates:
+            rates = {} if self.cut is None else self.cut.rates_of(update.settings)
+            found.append((update, [self.inputs(b).batch_of(b) | rates for b in update.backwards]))
+        return found
+
     def first_carried(self) -> dict[str, torch.Tensor]:
         """Return tensors of the shapes of those that an update keeps for the next one, by name."""
         backward, inputs = self.programs[0]
@@ -122,9 +130,21 @@ def _with_cut(recording: Recording, optimizer: torch.optim.Optimizer) -> Trainin
     of_update = iter(backwards)
     updates = [replace(update, backwards=[next(of_update) for _ in update.backwards]) for update in recording.updates]
     _window(updates, programs)
-    scheduler, _ = _scheduler(recording, optimizer, None)
+    rates = _rates(recording.updates)
+    try:
+        scheduler, _ = _scheduler(recording, optimizer, None)
+    except UserError:
+        if not rates:
+            raise
+        scheduler = None
     return _training(
-        replace(recording, updates=updates), modules, programs, optimizer, scheduler, inputs=found.inputs, cut=found
+        replace(recording, updates=updates),
+        modules,
+        programs,
+        optimizer,
+        scheduler,
+        inputs=found.inputs,
+        cut=replace(found, rates=rates if scheduler is None else ()),
     )
 
 
@@ -329,6 +349,22 @@ def _scheduler(recording: Recording, optimizer: torch.optim.Optimizer, loader: i
     raise refused_at(
         "the scheduler steps neither after every update nor after every epoch", line, "step it at one of these"
     )
+
+
+def _rates(updates: Sequence[Update]) -> tuple[str, ...]:
+    """Return names for the rates of groups; none if these are constant, or if other settings change."""
+    found = [update.settings for update in updates if update.settings]
+    if any(
+        {**group, "lr": 0} != {**first, "lr": 0}
+        for groups in found
+        for group, first in zip(groups, found[0], strict=True)
+    ):
+        return ()
+    by_group = [[groups[i]["lr"] for groups in found] for i in range(len(found[0]))]
+    if all(len({*rates}) == 1 for rates in by_group):
+        return ()
+    is_one = all(rates == by_group[0] for rates in by_group)
+    return tuple("rate" if is_one else f"rate_{i}" for i in range(len(by_group)))
 
 
 def _difference(before: Update, after: Update) -> str:

@@ -63,14 +63,16 @@ def _optimizer(training: Training, module: torch.nn.Module, model: ImportedModel
     scheduler = training.scheduler
     found = live_expression(training.optimizer, scheduler, model=module, names=None if is_whole else model.names)
     calls = [found] if isinstance(found, Call) else [*found.values()]
-    for call in calls:
+    for i, call in enumerate(calls):
         for name, value in call.arguments.items():
             if isinstance(value, Call) and _has_function(value):
                 line = training.recording.schedulers[id(scheduler)]
                 raise refused_at(
                     f"{type(scheduler).__name__} has a function of the script's", line, "use another scheduler"
                 )
-            if isinstance(value, Call) and training.is_by_epoch:
+            if name == "learning_rate" and training.cut is not None and training.cut.rates:
+                call.arguments[name] = Call("rate_of_metric", {"name": training.cut.rates[i]})  # type: ignore[index]
+            elif isinstance(value, Call) and training.is_by_epoch:
                 call.arguments[name] = Call("held", {"schedule": value, "every": training.epoch})  # type: ignore[index]
     return found
 
@@ -118,7 +120,9 @@ def recipe_source(result: Ported, script: Path, args: Sequence[str]) -> str:
     takes, gives = (", model_state", "loss, model_state") if has_state else ("", "loss, _")
     state = ', port.arrays(HERE / "state.safetensors")' if has_state else ""
     weight = "1" if training.accumulate == 1 else f"1 / {training.accumulate}"
-    returned = f"jt.Loss(loss, {weight}), {{}}" + (", model_state" if has_state else "")
+    rates = dict.fromkeys(() if training.cut is None else training.cut.rates)
+    metrics = ", ".join(f'"{name}": batch["{name}"][0]' for name in rates)
+    returned = f"jt.Loss(loss, {weight}), {{{metrics}}}" + (", model_state" if has_state else "")
     keys = () if training.loader is None else _batch_keys(training, training.loader)
     if training.cut is not None:
         data, batch = f'port.ScriptBatches(SCRIPT, ARGS, HERE / "{INPUTS}")', "port.micro_batch(batch)"

@@ -51,6 +51,7 @@ from jaxtrain.step.update.clip import clip_grad_norm as clip_grad_norm
 from jaxtrain.step.update.clip import clip_grad_value as clip_grad_value
 from jaxtrain.step.update.float32_arithmetic import optimizer_in_float32 as optimizer_in_float32
 from jaxtrain.step.update.learning_rate import LearningRate as LearningRate
+from jaxtrain.step.update.learning_rate import LearningRateState as LearningRateState
 from jaxtrain.step.update.learning_rate import descend as descend
 from jaxtrain.step.update.learning_rate import rate_at as rate_at
 from jaxtrain.step.update.learning_rate import scale_by_learning_rate, used_learning_rate, used_learning_rates

@@ -19,7 +19,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.passes.pipeline import AFTER_GRAD, AT_UPDATE, Rewrite, applied
 from jaxtrain.paths import merge, partition
 from jaxtrain.program.internals import readable_equations
-from jaxtrain.step.accumulate import Window, add_micro_batch, mean_gradient, nonzero_weight, scaled_mean, split_batch
+from jaxtrain.step.accumulate import Window, add_micro_batch, mean_gradient, scaled_mean, split_batch
 from jaxtrain.step.checks.batch import require_rows
 from jaxtrain.step.checks.fitting_state import require_fitting
 from jaxtrain.step.complex_parameters import as_complex, as_real
@@ -164,8 +164,9 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
 
     trained, frozen = partition(state.params, parts.options.frozen)
     grads = as_complex(grads, trained)
-    mean_loss = gradient.loss.total / nonzero_weight(gradient.loss.weight)
-    updates, opt_state = parts.optimizer.update(grads, state.opt_state, trained, value=mean_loss)
+    means = weighted_means(gradient.loss, gradient.metrics)
+    given = {"value": means["loss"], "metrics": means}
+    updates, opt_state = parts.optimizer.update(grads, state.opt_state, trained, **given)
     lr = used_learning_rate(opt_state)
     key = rounding_key(state.rng, state.step)
     rounding = parts.loss.policy.param_rounding

@@ -242,7 +242,7 @@ def convert_one_parameter(kind, table):
             lambda: from_torch(*scheduled(theirs.ReduceLROnPlateau, torch.optim.ASGD([torch_params(2)]))).init(
                 jnp.ones(2)
             ),
-            "reduce_lr_on_plateau is not supported by an optimizer that reads its rate",
+            "reduce_lr_on_plateau and rate_of_metric are not supported by an optimizer that reads its rate",
         ),
     ],
 )

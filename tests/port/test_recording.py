@@ -121,9 +121,9 @@ REFUSED = {
         "a second optimizer steps",
         "other.step()",
     ),
-    "rates by hand": (
-        {"step": "optimizer.step(); optimizer.zero_grad(); optimizer.param_groups[0]['lr'] = 0.1 / (1 + i)"},
-        "settings of the optimizer change without a scheduler (lr 0.1, then",
+    "momenta by hand": (
+        {"step": "optimizer.step(); optimizer.zero_grad(); optimizer.param_groups[0]['momentum'] = 0.1 * (i % 2)"},
+        "settings of the optimizer change without a scheduler (momentum 0, then",
         "optimizer.step()",
     ),
     "a closure": ({"step": "optimizer.step(lambda: loss)"}, "SGD.step(closure)", "optimizer.step(lambda"),

@@ -60,7 +60,10 @@ def scale_by_learning_rate(learning_rate: LearningRate) -> optax.GradientTransfo
 def rate_at(learning_rate: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
     """Return the learning rate of update number `count`, float[]."""
     if isinstance(learning_rate, optax.GradientTransformation):
-        raise UserError("reduce_lr_on_plateau is not supported by an optimizer that reads its rate: use a schedule")
+        raise UserError(
+            "reduce_lr_on_plateau and rate_of_metric are not supported by an optimizer that reads its rate: "
+            "use a schedule"
+        )
     value = learning_rate(count) if callable(learning_rate) else learning_rate
     return jnp.asarray(value, jnp.result_type(float))
 

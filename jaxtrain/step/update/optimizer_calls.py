@@ -44,30 +44,39 @@ def call_update(
       grads: Gradients.
       state: Its state.
       params: Parameters.
-      extra: Arguments given to a transformation that takes them, such as `value`.
+      extra: Arguments given to a transformation that takes them, such as `value`; each alone.
 
     Raises:
       UserError: It needs other arguments, or returns updates of other shapes than the parameters'.
     """
     takes_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs | optax.MultiSteps)
     try:
-        try:
-            updates, new = optimizer.update(grads, state, params, **(extra if takes_extra else {}))
-        except TypeError as error:
-            if not (takes_extra and re.search(f"unexpected keyword argument '({'|'.join(extra)})'", str(error))):
-                raise
-            updates, new = optimizer.update(grads, state, params)
+        updates, new = _with_taken(optimizer, grads, state, params, extra if takes_extra else {})
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         if not _is_of_library(error):
             raise
         missing = re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error))
         needs = f"needs {missing[1].replace(chr(39), '')}" if missing else f"fails, {_first_line(error)}"
         raise UserError(
-            f"the optimizer's update {needs}: a step gives it gradients, state, parameters and value, the mean loss; "
-            "use an optimizer that takes no other arguments"
+            f"the optimizer's update {needs}: a step gives it gradients, state, parameters, metrics, and value, the "
+            "mean loss; use an optimizer that takes no other arguments"
         ).with_traceback(error.__traceback__) from error
     _check_shapes(updates, params)
     return updates, new
+
+
+def _with_taken(
+    optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any, extra: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """Call the update with those of some arguments that it takes."""
+    try:
+        found: tuple[Any, Any] = optimizer.update(grads, state, params, **extra)
+    except TypeError as error:
+        other = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if other is None or other[1] not in extra:
+            raise
+        return _with_taken(optimizer, grads, state, params, {k: x for k, x in extra.items() if k != other[1]})
+    return found
 
 
 def _check_shapes(updates: Any, params: Any) -> None:
