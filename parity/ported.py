@@ -89,12 +89,13 @@ def _changed_settings(result: Ported, recipe: Recipe) -> list[str]:
 
 def _of_shape(result: Ported, folder: Path, name: str, shape: int) -> list[str]:
     """Return a line for each difference of an update on batches of another shape, which the files compute as well."""
-    case = ported_case(result, folder, name, shape)
     try:
+        case = ported_case(result, folder, name, shape)
         faults = examine(case, "fp64", steps=1).verdict.faults
     except (TypeError, ValueError) as error:  # of the written model, whose shapes are those of the first batch
         faults = (str(error).partition("\n")[0],)
-    return [f"batches of {case.rows} rows: {fault}; give the DataLoader drop_last=True" for fault in faults]
+    shapes = result.others[shape - 1][0]
+    return [f"batches of {shapes}: {fault}; give the DataLoader drop_last=True" for fault in faults]
 
 
 def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case:

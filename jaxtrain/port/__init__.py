@@ -21,9 +21,11 @@ Only this file and `data` are imported by the files that are written; the others
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxtrain.port.data import ScriptBatches, ScriptRows, micro_batch, script_loader
 from jaxtrain.torch_import import pytorchs_promotion
@@ -39,6 +41,7 @@ __all__ = [
     "rerun",
     "script",
     "script_loader",
+    "shapes",
     "understand",
     "write",
 ]
@@ -56,17 +59,32 @@ def arrays(path: Path) -> dict[str, Any]:
     return found
 
 
-def model(path: Path) -> Callable[..., Any]:
+def model(path: Path, of_shapes: Mapping[str, Path] | None = None) -> Callable[..., Any]:
     """Return the function `model` of a file beside a recipe, with PyTorch's broadcasting and promotion.
 
     Args:
       path: The file.
+      of_shapes: Other files, for batches of other shapes, by `shapes` of these.
     """
     function = import_file(path).model
+    others = {shape: import_file(other).model for shape, other in (of_shapes or {}).items()}
 
     @functools.wraps(function)
-    def promoted(*args: Any, **kwargs: Any) -> Any:
+    def promoted(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with pytorchs_promotion():
-            return function(*args, **kwargs)
+            return others.get(shapes(batch), function)(params, batch, *args, **kwargs)
 
     return promoted
+
+
+def shapes(batch: Mapping[str, Any]) -> str:
+    """Return the shapes of a batch as text.
+
+    Args:
+      batch: Arrays by name.
+
+    Example:
+      >>> shapes({"x": np.ones((2, 3)), "y": np.ones(2)})
+      'x [2, 3], y [2]'
+    """
+    return ", ".join(f"{name} {[*np.shape(x)]}" for name, x in sorted(batch.items()))

@@ -28,7 +28,7 @@ def check_rerun(training: Training) -> None:
       UserError: A loss, a gradient or a parameter has other bits than in the script.
     """
     set_start(training)
-    optimizer = _new_optimizer(training)
+    optimizer = new_optimizer(training)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     carried = training.first_carried()
     for number, update in enumerate(training.recording.updates):
@@ -81,11 +81,11 @@ def _restore(program: Program, i: int) -> None:
     torch.set_rng_state(state)
 
 
-def _new_optimizer(training: Training) -> torch.optim.Optimizer:
-    """Return a new optimizer of the script's class and groups."""
+def new_optimizer(training: Training) -> torch.optim.Optimizer:
+    """Return a new optimizer of the script's class and groups, which has no scheduler."""
     theirs, (first, *_) = training.optimizer, [u for u in training.recording.updates if u.optimizer is not None]
     groups = [
-        {"params": group["params"], **settings}
+        {"params": group["params"], **{name: x for name, x in settings.items() if name != "initial_lr"}}
         for group, settings in zip(theirs.param_groups, first.settings, strict=True)
     ]
     return like(theirs, groups)

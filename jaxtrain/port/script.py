@@ -294,7 +294,7 @@ class Watch:
         """Record the gradients of an update."""
         line = self.recorder.line()
         self._in_step.enter_context(self.recorder.inside())
-        if args[1:] or any(x is not None for x in kwargs.values()):
+        if any(x is not None for x in (*args[1:], *kwargs.values())):
             raise Refused(f"{type(optimizer).__name__}.step(closure)", line, "use an optimizer that takes one gradient")
         if not self._update.backwards:
             raise Refused(

@@ -13,6 +13,9 @@ from torch.utils.data import IterableDataset
 FIRST = 7
 """Batches at the beginning of a pass; with the last one a whole number of windows of 2, 4 and 8 micro-batches."""
 
+MANY = 100_000
+"""Batches of a pass that is not shortened, because its end is far."""
+
 
 def short_pass(loader: Any) -> Iterator[Any]:
     """Iterate over the first batches of a loader and the last one, without its workers.
@@ -28,10 +31,11 @@ def short_pass(loader: Any) -> Iterator[Any]:
             loader.num_workers = workers
         yield from (batch for _, batch in zip(range(FIRST + 1), batches, strict=False))
         return
-    indices = iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    first = FIRST if not hasattr(sampler, "__len__") or len(sampler) <= MANY else len(sampler)
     last: Any = None
-    for i, index in enumerate(indices):
-        if i < FIRST:
+    for i, index in enumerate(sampler):
+        if i < first:
             yield _fetched(loader, index)
         else:
             last = [index]

@@ -340,6 +340,8 @@ def _scheduler(recording: Recording, optimizer: torch.optim.Optimizer, loader: i
     ((scheduler, line),) = stepped.values()
     if scheduler.optimizer is not optimizer:
         raise refused_at(f"{type(scheduler).__name__} schedules another optimizer", line, "schedule the one that steps")
+    if _has_function(scheduler):
+        raise refused_at(f"{type(scheduler).__name__} has a function of the script's", line, "use another scheduler")
     later = [*updates[1:], *([recording.rest] if recording.is_over else [])]
     counts = [len(update.schedulers) for update in later]
     if all(count == 1 for count in counts):
@@ -349,6 +351,11 @@ def _scheduler(recording: Recording, optimizer: torch.optim.Optimizer, loader: i
     raise refused_at(
         "the scheduler steps neither after every update nor after every epoch", line, "step it at one of these"
     )
+
+
+def _has_function(scheduler: Any) -> bool:
+    """Return whether a scheduler, or one that it contains, computes rates by a function in Python."""
+    return hasattr(scheduler, "lr_lambdas") or any(map(_has_function, getattr(scheduler, "_schedulers", ())))
 
 
 def _rates(updates: Sequence[Update]) -> tuple[str, ...]:

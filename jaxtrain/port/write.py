@@ -1,6 +1,8 @@
 """The files of a ported script: `model.py`, `run.py`, and their arrays."""
 
-from collections.abc import Mapping, Sequence
+import ast
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ import torch
 
 from jaxtrain.interop import live_expression
 from jaxtrain.optim import Call, Expression, format_expression
+from jaxtrain.port import shapes
 from jaxtrain.port.refused import refused_at
 from jaxtrain.port.replay import recorded_module
-from jaxtrain.port.rerun import set_start
+from jaxtrain.port.rerun import new_optimizer, set_start
 from jaxtrain.port.understand import Training
 from jaxtrain.torch_import import ImportedModel, Line, from_torch
 
@@ -25,12 +28,14 @@ class Ported:
       training: What the script is.
       module: Its recorded program.
       model: The same in JAX.
+      others: The same for batches of other shapes, with these.
       optimizer: Its optimizer, with a schedule of updates or epochs.
     """
 
     training: Training
     module: torch.nn.Module
     model: ImportedModel
+    others: tuple[tuple[str, ImportedModel], ...]
     optimizer: Expression
 
 
@@ -41,10 +46,15 @@ def ported(training: Training) -> Ported:
       UserError: The program cannot be imported; the message names the script's line.
     """
     set_start(training)
-    backward, inputs = training.programs[0]
-    module = program_module(training, 0)
-    model = from_torch(module, inputs.batch_of(backward))
-    return Ported(training, module, model, _optimizer(training, module, model))
+    models = [(shapes(batch), from_torch(module, batch)) for module, batch in _examples(training)]
+    module, model = program_module(training, 0), models[0][1]
+    return Ported(training, module, model, tuple(models[1:]), _optimizer(training, module, model))
+
+
+def _examples(training: Training) -> Iterator[tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
+    """Yield the program and a micro-batch of each shape."""
+    for i, (backward, inputs) in enumerate(training.programs):
+        yield program_module(training, i), inputs.batch_of(backward)
 
 
 def program_module(training: Training, number: int) -> torch.nn.Module:
@@ -60,26 +70,17 @@ def _optimizer(training: Training, module: torch.nn.Module, model: ImportedModel
     given = {names[id(p)] for group in groups for p in group["params"]}
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     is_whole = len(groups) == 1 and trained <= given
-    scheduler = training.scheduler
-    found = live_expression(training.optimizer, scheduler, model=module, names=None if is_whole else model.names)
+    rates = () if training.cut is None else training.cut.rates
+    theirs = new_optimizer(training) if rates else training.optimizer
+    found = live_expression(theirs, training.scheduler, model=module, names=None if is_whole else model.names)
     calls = [found] if isinstance(found, Call) else [*found.values()]
     for i, call in enumerate(calls):
         for name, value in call.arguments.items():
-            if isinstance(value, Call) and _has_function(value):
-                line = training.recording.schedulers[id(scheduler)]
-                raise refused_at(
-                    f"{type(scheduler).__name__} has a function of the script's", line, "use another scheduler"
-                )
-            if name == "learning_rate" and training.cut is not None and training.cut.rates:
-                call.arguments[name] = Call("rate_of_metric", {"name": training.cut.rates[i]})  # type: ignore[index]
+            if name == "learning_rate" and rates:
+                call.arguments[name] = Call("rate_of_metric", {"name": rates[i]})  # type: ignore[index]
             elif isinstance(value, Call) and training.is_by_epoch:
                 call.arguments[name] = Call("held", {"schedule": value, "every": training.epoch})  # type: ignore[index]
     return found
-
-
-def _has_function(call: Call) -> bool:
-    values = [x for value in call.arguments.values() for x in (value if isinstance(value, list | tuple) else [value])]
-    return any(_has_function(x) if isinstance(x, Call) else callable(x) for x in values)
 
 
 def write(result: Ported, script: Path, args: Sequence[str], folder: Path) -> list[Path]:
@@ -96,8 +97,17 @@ def write(result: Ported, script: Path, args: Sequence[str], folder: Path) -> li
     """
     from safetensors.flax import save_file
 
-    text, training = recipe_source(result, script, args), result.training
-    written = result.model.save_source(folder / "model.py", evaluation=not result.model.draws_in_evaluation)
+    training = result.training
+    written = _save_source(result.model, folder)
+    of_shapes = {}
+    for i, (shape, model) in enumerate(result.others, 2):
+        files = _save_source(model, folder / f"shape_{i}")
+        if any(_content(file) != _content(folder / file.name) for file in files):
+            of_shapes[shape] = f"shape_{i}"
+            (folder / f"shape_{i}" / "params.safetensors").unlink()  # those of the first one
+        else:
+            shutil.rmtree(folder / f"shape_{i}")
+    text = recipe_source(result, script, args, of_shapes)
     if result.model.state is not None:
         save_file({name: jnp.asarray(x) for name, x in result.model.state.items()}, folder / "state.safetensors")
         written.append(folder / "state.safetensors")
@@ -108,12 +118,36 @@ def write(result: Ported, script: Path, args: Sequence[str], folder: Path) -> li
     return [folder / "run.py", *written]
 
 
+def _save_source(model: ImportedModel, folder: Path) -> list[Path]:
+    folder.mkdir(exist_ok=True)
+    files: list[Path] = model.save_source(folder / "model.py", evaluation=not model.draws_in_evaluation)
+    return files
+
+
+def _content(file: Path) -> Any:
+    """Return what a file says, of code without docstrings, which name shapes."""
+    if file.suffix != ".py" or not file.exists():
+        return file.read_bytes() if file.exists() else None
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return ast.dump(tree)
+
+
 INPUTS = "inputs.json"
 """File of what a script gives to its programs."""
 
 
-def recipe_source(result: Ported, script: Path, args: Sequence[str]) -> str:
-    """Return the text of `run.py`."""
+def recipe_source(result: Ported, script: Path, args: Sequence[str], of_shapes: Mapping[str, str]) -> str:
+    """Return the text of `run.py`.
+
+    Args:
+      result: The script.
+      script: Its file.
+      args: Its arguments.
+      of_shapes: Folders of the models for batches of other shapes.
+    """
     training, has_state = result.training, result.model.state is not None
     command = " ".join([script.name, *args])
     settings = "\n".join(_field(name, *setting) for name, setting in _settings(result).items())
@@ -139,6 +173,8 @@ def recipe_source(result: Ported, script: Path, args: Sequence[str]) -> str:
         ]
     )
     line = training.programs[0][0].line
+    pairs = ", ".join(f'"{shape}": HERE / "{name}" / "model.py"' for shape, name in of_shapes.items())
+    others = f", {{{pairs}}}" if pairs else ""
     return f'''"""{command} as a recipe, written by `jaxtrain port {command}`.
 
     jaxtrain train run.py::Run
@@ -157,7 +193,7 @@ HERE = Path(__file__).parent
 SCRIPT = Path({str(script.resolve())!r})
 ARGS = {[*args]!r}
 
-model = port.model(HERE / "model.py")
+model = port.model(HERE / "model.py"{others})
 
 
 def loss_fn(params, batch, rng{takes}):
