@@ -80,13 +80,18 @@ class Feeder(Watch):
             self._last = program
         self.recorder.end_interval()
 
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Send the micro-batches of an update."""
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Send the micro-batches of an update, which a closure may compute."""
+        closure = next((x for x in (*args[1:], *kwargs.values()) if x is not None), None)
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         self._in_step.enter_context(self.recorder.inside())
         rates = self._cut.rates_of(optimizer.param_groups)
         for micro_batch in self._window:
             self._send({name: x.cpu() for name, x in (micro_batch | rates).items()})
         self._window.clear()
+        return (optimizer,), {}
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """End the step."""

@@ -64,7 +64,7 @@ class Clip:
       function: Its name.
       bound: The largest norm or value.
       options: Its other arguments.
-      parameters: Identities of the parameters that it clips.
+      parameters: Identities of the parameters that it clips, in their order.
       is_unscaled: Whether the gradients were unscaled before.
       line: The line of the script.
     """
@@ -72,7 +72,7 @@ class Clip:
     function: str
     bound: float
     options: Mapping[str, Any]
-    parameters: frozenset[int]
+    parameters: tuple[int, ...]
     is_unscaled: bool
     line: Line
 

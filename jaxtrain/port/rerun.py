@@ -104,7 +104,11 @@ def _scaler(update: Update) -> torch.amp.GradScaler:
 
 
 def _clip(clip: Clip, parameters: list[torch.Tensor]) -> None:
-    getattr(torch.nn.utils, clip.function)(parameters, clip.bound, **clip.options)
+    """Clip in the order of the script, in which norms are added."""
+    by_id = {id(p): p for p in parameters}
+    getattr(torch.nn.utils, clip.function)(
+        [by_id[key] for key in clip.parameters if key in by_id], clip.bound, **clip.options
+    )
 
 
 def _differs(what: str, update: int, line: Line) -> UserError:

@@ -290,12 +290,17 @@ class Watch:
         """Return the batches of a pass over a DataLoader."""
         return short_pass(loader)
 
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Record the gradients of an update."""
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Record the gradients of an update; call a closure that computes them."""
         line = self.recorder.line()
+        closure = next((x for x in (*args[1:], *kwargs.values()) if x is not None), None)
+        if closure is not None:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise Refused("LBFGS.step(closure)", line, "use an optimizer that takes one gradient")
+            with torch.enable_grad():
+                loss = closure()
+            closure = lambda: loss  # noqa: E731
         self._in_step.enter_context(self.recorder.inside())
-        if any(x is not None for x in (*args[1:], *kwargs.values())):
-            raise Refused(f"{type(optimizer).__name__}.step(closure)", line, "use an optimizer that takes one gradient")
         if not self._update.backwards:
             raise Refused(
                 f"{type(optimizer).__name__}.step() without backward()", line, "let backward() compute gradients"
@@ -303,6 +308,7 @@ class Watch:
         self._update.optimizer, self._update.line = optimizer, line
         self._update.settings = _settings(optimizer)
         self._update.gradients = [digest(p.grad) for p in _parameters(optimizer)]
+        return (optimizer, *([] if closure is None else [closure])), {}
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """End an update."""
@@ -340,7 +346,7 @@ class Watch:
             given = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
             if args:
                 kwargs["norm_type"] = args[0]
-            found = Clip(name, float(bound), dict(kwargs), frozenset(map(id, given)), bool(self._unscaled), line)
+            found = Clip(name, float(bound), dict(kwargs), tuple(map(id, given)), bool(self._unscaled), line)
             self._update.clips.append(found)
             with self.recorder.inside():
                 return clip(given, bound, **kwargs)

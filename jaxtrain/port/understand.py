@@ -314,7 +314,7 @@ def _clip(updates: Sequence[Update], optimizer: torch.optim.Optimizer, is_scaled
     if is_scaled and not clip.is_unscaled:
         raise refused_at("gradients are clipped before GradScaler.unscale_", clip.line, "unscale them first")
     trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if not trained <= clip.parameters:
+    if not trained <= {*clip.parameters}:
         raise refused_at("some of the trained parameters are clipped", clip.line, "clip all of them")
     return clip
 

@@ -126,7 +126,14 @@ REFUSED = {
         "settings of the optimizer change without a scheduler (momentum 0, then",
         "optimizer.step()",
     ),
-    "a closure": ({"step": "optimizer.step(lambda: loss)"}, "SGD.step(closure)", "optimizer.step(lambda"),
+    "a closure of LBFGS": (
+        {
+            "optimizer": "optimizer = torch.optim.LBFGS(model.parameters())",
+            "step": "optimizer.step(lambda: loss)",
+        },
+        "LBFGS.step(closure)",
+        "optimizer.step(lambda",
+    ),
     "clipping of scaled gradients": (
         {
             "optimizer": "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
