@@ -18,8 +18,10 @@ from rich.console import Console
 
 from jaxtrain.cost import flops
 from jaxtrain.port import micro_batch
+from jaxtrain.port.cut import PADDING
+from jaxtrain.port.ported import Ported, program_module
+from jaxtrain.port.recipe_source import PRECISIONS
 from jaxtrain.port.rerun import like, set_start
-from jaxtrain.port.write import PRECISIONS, Ported, program_module
 from jaxtrain.run import Recipe, load_recipe
 from jaxtrain.runner import frozen, optimizer_expression, recipe_optimizer
 from parity.attestation import environment
@@ -123,7 +125,9 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case
 
     def torch_loss(module: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
         read = batch if training.cut is None else micro_batch(batch)
-        return module(**{name: x for name, x in read.items() if name not in rates}), 1 / training.accumulate
+        given = {name: x for name, x in read.items() if name not in (*rates, PADDING)}
+        loss = _nothing(module, given) if read.get(PADDING) else module(**given)
+        return loss, 1 / training.accumulate
 
     side = Optimizer(
         type(training.optimizer).__name__,
@@ -151,6 +155,16 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case
         module=module,
         is_large=flops(task.loss_fn, shapes.params, windows[0], jax.random.key(0), *_state(shapes)) > _LARGE,
     )
+
+
+def _nothing(module: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a loss of 0; draw the random numbers of a micro-batch, which JAX draws too."""
+    before = [x.clone() for x in module.buffers()]
+    with torch.no_grad():
+        module(**given)
+        for x, old in zip(module.buffers(), before, strict=True):
+            x.copy_(old)
+    return torch.stack([0 * p.sum() for p in module.parameters()]).sum()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,10 +57,11 @@ def _port(options: Port, script: Path, args: Sequence[str]) -> int:
     from jaxtrain.port.data import keep_loaders
     from jaxtrain.port.fed import check_fed
     from jaxtrain.port.kept_files import kept_files
+    from jaxtrain.port.ported import ported
     from jaxtrain.port.rerun import check_rerun
     from jaxtrain.port.script import record
     from jaxtrain.port.understand import understood
-    from jaxtrain.port.write import ported, write
+    from jaxtrain.port.write import write
     from parity.ported import prove  # parity is above jaxtrain, for those who have it
 
     _say("recording", f"{script}, {options.updates} updates; what it prints follows")

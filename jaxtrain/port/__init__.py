@@ -13,6 +13,8 @@ same_program  whether updates compute one program
 refused     scripts that cannot be carried over
 replay      a recorded program as a module
 rerun       the recorded updates again, to the bit
+ported      the script as a model of JAX
+recipe_source  the text of the recipe
 write       the recipe and the model as files
 data        the script's own DataLoader or batches, for the recipe
 feeder      the process that runs the script as the source of these batches
@@ -27,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.port.data import ScriptBatches, ScriptRows, micro_batch, script_loader
+from jaxtrain.port.data import ScriptBatches, ScriptRows, micro_batch, script_loader, unless
 from jaxtrain.torch_import import pytorchs_promotion
 from jaxtrain.user_file import import_file
 
@@ -43,6 +45,7 @@ __all__ = [
     "script_loader",
     "shapes",
     "understand",
+    "unless",
     "write",
 ]
 

@@ -24,6 +24,8 @@ from jaxtrain.port.same_program import SAME
 from jaxtrain.port.script import digest
 from jaxtrain.torch_import import Line
 
+PADDING = "is_padding"
+"""The input that says whether a micro-batch only fills up a window, and counts for nothing."""
 ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow", "true_divide", "lerp", "rsub", "where"})
 """Functions that take a tensor of one number in place of a number."""
 
@@ -89,6 +91,7 @@ class Cut:
       places: Where it computes them.
       numbers: The numbers that differ.
       rates: Names of the learning rates of the optimizer's groups, if the script gives them.
+      window: Number of micro-batches to which shorter windows are filled up; 0 if all have the same number.
     """
 
     calls: tuple[Key, ...]
@@ -97,6 +100,7 @@ class Cut:
     places: tuple[Place, ...]
     numbers: tuple[Number, ...]
     rates: tuple[str, ...] = ()
+    window: int = 0
 
     def read(self, backward: Backward, before: Backward | None) -> Backward:
         """Return the program of an interval from where the model begins.
@@ -131,14 +135,23 @@ class Cut:
         kept = dict(zip(self.carried, backward.program.kept, strict=True))
         return Inputs(by_kind["model"], by_kind["input"], {}, constants, kept)
 
-    def rates_of(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return the learning rates of an update.
+    def completed(
+        self, window: Sequence[Mapping[str, torch.Tensor]], groups: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, torch.Tensor]]:
+        """Return the micro-batches of an update as a run takes them.
 
         Args:
-          groups: The optimizer's groups.
+          window: What its programs read.
+          groups: The optimizer's groups, whose learning rates are added if the script gives them.
         """
         pairs = zip(self.rates, groups, strict=True) if self.rates else ()
-        return {name: torch.tensor(float(group["lr"]), dtype=torch.float64) for name, group in pairs}
+        rates = {name: torch.tensor(float(group["lr"]), dtype=torch.float64) for name, group in pairs}
+        if not self.window:
+            return [{**micro_batch, **rates} for micro_batch in window]
+        return [
+            {**window[min(i, len(window) - 1)], **rates, PADDING: torch.tensor(i >= len(window))}
+            for i in range(self.window)
+        ]
 
     def as_json(self) -> str:
         """Return it as text."""
@@ -159,6 +172,7 @@ class Cut:
             places=tuple(Place(Key(*call), _path(path)) for call, path in found["places"]),
             numbers=tuple(Number(name, call, _path(path)) for name, call, path in found["numbers"]),
             rates=tuple(found["rates"]),
+            window=found["window"],
         )
 
 

@@ -135,3 +135,17 @@ def micro_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
       batch: Arrays with a first axis of one.
     """
     return {name: x[0] for name, x in batch.items()}
+
+
+def unless(condition: Any, new: Any, old: Any) -> Any:
+    """Return a pytree of arrays, or another one if a condition holds.
+
+    Args:
+      condition: bool[].
+      new: A pytree.
+      old: A pytree of the same structure.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    return jax.tree.map(lambda x, y: jnp.where(condition, y, x), new, old)

@@ -87,9 +87,9 @@ class Feeder(Watch):
             with torch.enable_grad():
                 closure()
         self._in_step.enter_context(self.recorder.inside())
-        rates = self._cut.rates_of(optimizer.param_groups)
-        for micro_batch in self._window:
-            self._send({name: x.cpu() for name, x in (micro_batch | rates).items()})
+        if self._window:
+            for micro_batch in self._cut.completed(self._window, optimizer.param_groups):
+                self._send({name: x.cpu() for name, x in micro_batch.items()})
         self._window.clear()
         return (optimizer,), {}
 

@@ -57,11 +57,11 @@ class Training:
     cut: Cut | None = None
 
     def windows(self) -> list[tuple[Update, list[dict[str, torch.Tensor]]]]:
-        """Return the micro-batches of each update, with the learning rates that the script gives."""
+        """Return the micro-batches of each update, as a run takes them."""
         found = []
         for update in self.recording.updates:
-            rates = {} if self.cut is None else self.cut.rates_of(update.settings)
-            found.append((update, [self.inputs(b).batch_of(b) | rates for b in update.backwards]))
+            window = [self.inputs(backward).batch_of(backward) for backward in update.backwards]
+            found.append((update, window if self.cut is None else self.cut.completed(window, update.settings)))
         return found
 
     def first_carried(self) -> dict[str, torch.Tensor]:
@@ -129,7 +129,9 @@ def _with_cut(recording: Recording, optimizer: torch.optim.Optimizer) -> Trainin
     _check_modes(backwards, modules)
     of_update = iter(backwards)
     updates = [replace(update, backwards=[next(of_update) for _ in update.backwards]) for update in recording.updates]
-    _window(updates, programs)
+    longest = max(len(update.backwards) for update in updates)
+    is_uneven = any(len(update.backwards) != longest for update in updates)
+    _check_sizes(longest, programs)
     rates = _rates(recording.updates)
     try:
         scheduler, _ = _scheduler(recording, optimizer, None)
@@ -144,7 +146,7 @@ def _with_cut(recording: Recording, optimizer: torch.optim.Optimizer) -> Trainin
         optimizer,
         scheduler,
         inputs=found.inputs,
-        cut=replace(found, rates=rates if scheduler is None else ()),
+        cut=replace(found, rates=rates if scheduler is None else (), window=longest if is_uneven else 0),
     )
 
 
@@ -162,7 +164,7 @@ def _training(
         recording=recording,
         modules=modules,
         programs=programs,
-        accumulate=len(recording.updates[0].backwards),
+        accumulate=max(len(update.backwards) for update in recording.updates),
         clip=_clip(recording.updates, optimizer, is_scaled),
         optimizer=optimizer,
         scheduler=scheduler,
@@ -263,11 +265,15 @@ def _window(updates: Sequence[Update], programs: Sequence[tuple[Backward, Inputs
                 update.line,
                 "accumulate the same number of micro-batches in every update",
             )
+    _check_sizes(count, programs)
+    return count
+
+
+def _check_sizes(count: int, programs: Sequence[tuple[Backward, Inputs]]) -> None:
     if count > 1 and len(programs) > 1:
         raise refused_at(
             "the micro-batches of a window differ in size", programs[1][0].line, "give the DataLoader drop_last=True"
         )
-    return count
 
 
 def _data(programs: Sequence[tuple[Backward, Inputs]]) -> tuple[int, int]:

@@ -8,10 +8,11 @@ import pytest
 
 from jaxtrain.cli import main
 from jaxtrain.port.data import ScriptRows, script_loader
+from jaxtrain.port.ported import ported
 from jaxtrain.port.rerun import check_rerun
 from jaxtrain.port.script import record
 from jaxtrain.port.understand import understood
-from jaxtrain.port.write import ported, write
+from jaxtrain.port.write import write
 from jaxtrain.run import load_recipe
 from parity.ported import ported_case, prove
 from parity.run import check

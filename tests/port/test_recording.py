@@ -8,10 +8,10 @@ import pytest
 
 from jaxtrain.errors import UserError
 from jaxtrain.optim import SCHEDULES, build_expression
+from jaxtrain.port.ported import ported
 from jaxtrain.port.rerun import check_rerun
 from jaxtrain.port.script import record
 from jaxtrain.port.understand import Training, understood
-from jaxtrain.port.write import ported
 
 from .loops import line_of, script
 
@@ -101,7 +101,7 @@ def test_the_schedule_has_the_recorded_rates(tmp_path: Path, scheduler: str, by_
 REFUSED = {
     "a sum of all updates": (
         {
-            "optimizer": "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nkept = {}",
+            "optimizer": "optimizer = torch.optim.SGD(model.parameters(), lr=0.1); kept = {}",
             "forward": "kept[i] = model(x).detach()\n        loss = criterion(model(x), y) + kept[max(i - 2, 0)].mean()",
         },
         "read what the model computed before",

@@ -1,0 +1,77 @@
+"""A script as a model of JAX, with the optimizer of its run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from jaxtrain.interop import live_expression
+from jaxtrain.optim import Call, Expression
+from jaxtrain.port import shapes
+from jaxtrain.port.replay import recorded_module
+from jaxtrain.port.rerun import new_optimizer, set_start
+from jaxtrain.port.understand import Training
+from jaxtrain.torch_import import ImportedModel, from_torch
+
+
+@dataclass(frozen=True, eq=False)
+class Ported:
+    """A script as a model of JAX, with the settings of its run.
+
+    Attributes:
+      training: What the script is.
+      module: Its recorded program.
+      model: The same in JAX.
+      others: The same for batches of other shapes, with these.
+      optimizer: Its optimizer, with a schedule of updates or epochs.
+    """
+
+    training: Training
+    module: torch.nn.Module
+    model: ImportedModel
+    others: tuple[tuple[str, ImportedModel], ...]
+    optimizer: Expression
+
+
+def ported(training: Training) -> Ported:
+    """Import the program of a script, with the parameters that it starts with.
+
+    Raises:
+      UserError: The program cannot be imported; the message names the script's line.
+    """
+    set_start(training)
+    models = [(shapes(batch), from_torch(module, batch)) for module, batch in _examples(training)]
+    module, model = program_module(training, 0), models[0][1]
+    return Ported(training, module, model, tuple(models[1:]), _optimizer(training, module, model))
+
+
+def _examples(training: Training) -> Iterator[tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
+    """Yield the program and a micro-batch of each shape."""
+    for i, (backward, inputs) in enumerate(training.programs):
+        yield program_module(training, i), inputs.batch_of(backward)
+
+
+def program_module(training: Training, number: int) -> torch.nn.Module:
+    """Return the program of batches of a shape as a module, by the number of the shape."""
+    backward, inputs = training.programs[number]
+    module = recorded_module(backward.program, training.modules, inputs, training.first_carried())
+    return module.train()
+
+
+def _optimizer(training: Training, module: torch.nn.Module, model: ImportedModel) -> Expression:
+    names = {id(p): name for name, p in module.named_parameters()}
+    groups = training.optimizer.param_groups
+    given = {names[id(p)] for group in groups for p in group["params"]}
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    is_whole = len(groups) == 1 and trained <= given
+    rates = () if training.cut is None else training.cut.rates
+    theirs = new_optimizer(training) if rates else training.optimizer
+    found = live_expression(theirs, training.scheduler, model=module, names=None if is_whole else model.names)
+    calls = [found] if isinstance(found, Call) else [*found.values()]
+    for i, call in enumerate(calls):
+        for name, value in call.arguments.items():
+            if name == "learning_rate" and rates:
+                call.arguments[name] = Call("rate_of_metric", {"name": rates[i]})  # type: ignore[index]
+            elif isinstance(value, Call) and training.is_by_epoch:
+                call.arguments[name] = Call("held", {"schedule": value, "every": training.epoch})  # type: ignore[index]
+    return found

@@ -1,0 +1,202 @@
+"""The text of `run.py`: a ported script as a recipe, whose settings name the script's lines."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jaxtrain.optim import Call, format_expression
+from jaxtrain.port.cut import PADDING
+from jaxtrain.port.ported import Ported
+from jaxtrain.port.refused import refused_at
+from jaxtrain.port.understand import Training
+from jaxtrain.torch_import import Line
+
+INPUTS = "inputs.json"
+"""File of what a script gives to its programs."""
+
+
+def recipe_source(result: Ported, script: Path, args: Sequence[str], of_shapes: Mapping[str, str]) -> str:
+    """Return the text of `run.py`.
+
+    Args:
+      result: The script.
+      script: Its file.
+      args: Its arguments.
+      of_shapes: Folders of the models for batches of other shapes, by these.
+    """
+    command = " ".join([script.name, *args])
+    line = result.training.programs[0][0].line
+    pairs = ", ".join(f'"{shape}": HERE / "{name}" / "model.py"' for shape, name in of_shapes.items())
+    others = f", {{{pairs}}}" if pairs else ""
+    state = ', port.arrays(HERE / "state.safetensors")' if result.model.state is not None else ""
+    settings = "\n".join(_field(name, *setting) for name, setting in _settings(result).items())
+    return f'''"""{command} as a recipe, written by `jaxtrain port {command}`.
+
+    jaxtrain train run.py::Run
+
+The loss is that of {Path(line.file).name}:{line.number}, in `model.py`; the data are the script's own.
+`proof.html` compares both.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jaxtrain as jt
+from jaxtrain import port
+
+HERE = Path(__file__).parent
+SCRIPT = Path({str(script.resolve())!r})
+ARGS = {[*args]!r}
+
+model = port.model(HERE / "model.py"{others})
+
+
+{_loss_source(result)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(jt.Recipe):
+    """The run of {script.name}."""
+
+{settings}
+
+    def task(self) -> jt.Task:
+        """Return the script's data, model and loss."""
+        return jt.Task(
+            init=lambda: jt.Initial(port.arrays(HERE / "params.safetensors"){state}),
+            loss_fn=loss_fn,
+            train={_data_source(result)}
+        )
+'''
+
+
+def _loss_source(result: Ported) -> str:
+    """Return the text of the loss function."""
+    training, has_state, k = result.training, result.model.state is not None, result.training.accumulate
+    found, metrics = training.cut, ""
+    of_window = "" if k == 1 else f"; the gradients of the {k} of an update are added"
+    lines = [f'"""Return the loss of a micro-batch{of_window}."""']
+    if found is not None:
+        metrics = ", ".join(f'"{name}": batch["{name}"]' for name in dict.fromkeys(found.rates))
+        lines.append("batch = port.micro_batch(batch)")
+    lines.append(f"loss, {'new_state' if has_state else '_'} = model(params, batch, rng{', model_state' * has_state})")
+    if found is not None and found.window:
+        lines.append(f'loss = port.unless(batch["{PADDING}"], loss, 0)')
+        lines += [f'new_state = port.unless(batch["{PADDING}"], new_state, model_state)'] * has_state
+    weight = "1" if k == 1 else f"1 / {k}"
+    lines.append(f"return jt.Loss(loss, {weight}), {{{metrics}}}{', new_state' * has_state}")
+    return f"def loss_fn(params, batch, rng{', model_state' * has_state}):\n    " + "\n    ".join(lines)
+
+
+def _data_source(result: Ported) -> str:
+    """Return the text of the training data and of what follows it."""
+    training = result.training
+    frozen = sorted(name for name in result.model.params if result.model.frozen(name))
+    end = f"\n            frozen={set(frozen)!r}.__contains__," if frozen else ""
+    if training.loader is None:
+        return f'port.ScriptBatches(SCRIPT, ARGS, HERE / "{INPUTS}"),{end}'
+    keys, loader = _batch_keys(training, training.loader), f"port.script_loader(SCRIPT, ARGS, {training.loader})"
+    if training.accumulate > 1:
+        return f"port.ScriptRows({loader}, {keys!r}),{end}"
+    return f"{loader},{end}" + (f"\n            batch_keys={keys!r}," if keys else "")
+
+
+def _field(name: str, kind: str, value: Any, comment: str) -> str:
+    """Return the lines of a setting: a long text in parts."""
+    text = repr(value)
+    if isinstance(value, str) and len(text) > _WIDTH:
+        parts = [""]
+        for word in value.split(" "):
+            if len(parts[-1]) + len(word) > _WIDTH:
+                parts.append("")
+            parts[-1] += f"{word} "
+        parts[-1] = parts[-1][:-1]
+        text = "\n        ".join(["(", *map(repr, parts)]) + "\n    )"
+    return (f"    # {comment}\n" if comment else "") + f"    {name}: {kind} = {text}"
+
+
+_WIDTH = 100
+"""Characters of a line of a long text."""
+
+
+def _settings(result: Ported) -> dict[str, tuple[str, Any, str]]:
+    """Return the settings of the recipe: type, value, and the script's line."""
+    training = result.training
+    recording = training.recording
+    steps, data = _length(training)
+    optimizer = _at(recording.optimizers[id(training.optimizer)])
+    schedule = "" if training.scheduler is None else f", {_at(recording.schedulers[id(training.scheduler)])}"
+    found: dict[str, tuple[str, Any, str]] = {
+        "steps": ("int", *steps),
+        "batch_size": ("int", training.rows * training.accumulate, data),
+        "optimizer": ("str", format_expression(result.optimizer), optimizer + schedule),
+        "clip_norm": ("float | None", None, "")
+        if training.clip is None
+        else ("float | None", training.clip.bound, _at(training.clip.line)),
+    }
+    if training.accumulate > 1:
+        found["accumulate"] = ("int", training.accumulate, "")
+    if training.autocast is not None:
+        found["precision"] = ("str", PRECISIONS[training.autocast], _at(_first_autocast(training)))
+    if (scale := _loss_scale(training)) is not None:
+        found["loss_scale"] = ("str | None", scale, "")
+    if len(training.programs) > 1:
+        found["allow_recompile"] = ("int", len(training.programs) - 1, "batches differ in size")
+    return found
+
+
+def _length(training: Training) -> tuple[tuple[int, str], str]:
+    """Return how many updates the script makes, with a comment, and where its data come from."""
+    recording = training.recording
+    if training.loader is None:
+        length = "as in the script" if recording.is_over else "choose as many as you need"
+        return (len(recording.updates), length), _at(training.programs[0][0].line)
+    passes = sum(update.passes.count(training.loader) for update in (*recording.updates, recording.rest))
+    epochs = passes if recording.is_over else 1
+    length = f"{epochs} epochs" if recording.is_over else "an epoch; choose as many as you need"
+    return (epochs * training.epoch, length), _at(recording.loaders[training.loader].line)
+
+
+PRECISIONS = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""The precision of a recipe, by the dtype of autocast."""
+
+
+def _first_autocast(training: Training) -> Line:
+    calls = training.programs[0][0].program.calls
+    return next(call.line for call in calls if call.ambient.autocast is not None)
+
+
+def _loss_scale(training: Training) -> str | None:
+    if not training.is_scaled:
+        return "static_loss_scale(scale=1.0)" if training.autocast == torch.float16 else None
+    scaler, first = training.recording.scaler, training.recording.updates[0].scale
+    given = {
+        "init_scale": first,
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+    }
+    return str(Call("dynamic_loss_scale", given))
+
+
+def _at(line: Line) -> str:
+    return f"{Path(line.file).name}:{line.number}"
+
+
+def _batch_keys(training: Training, loader: int) -> tuple[str, ...]:
+    """Return names for the values of a batch that is a tuple; none for those of a dict."""
+    line = training.recording.loaders[loader].line
+    batch = training.recording.batches[loader]
+    names = {leaf.key: name for _, inputs in training.programs for name, leaf in inputs.leaves.items()}
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
+    if not all(isinstance(x, torch.Tensor) for x in values):
+        raise refused_at("a batch has values that are no tensors", line, "return a tuple or a dict of tensors")
+    if isinstance(batch, Mapping):
+        if other := [name for key, name in names.items() if key != name]:
+            raise refused_at(f"the tensor {other[0]} of a batch has another key", line, "use its key as a name")
+        return ()
+    if isinstance(batch, torch.Tensor):
+        return (names[None],)
+    return tuple(names.get(i, f"unused_{i}") for i in range(len(batch)))
