@@ -16,9 +16,18 @@ Step = tuple[str, Any]
 
 
 class Value(NamedTuple):
-    """A tensor of a recording, by number."""
+    """A tensor of a recording, by number; negative ones are no tensors of the script."""
 
     number: int
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it was a Python number in the script, which differs from update to update."""
+        return -ALIAS < self.number < 0
+
+
+ALIAS = 10**6
+"""Numbers below the negative of this one are tensors that are read under another number as well."""
 
 
 class Origin(enum.Flag):
@@ -153,6 +162,20 @@ def values_in(argument: Any) -> Iterator[Value]:
     elif isinstance(argument, tuple | list):
         for item in argument:
             yield from values_in(item)
+
+
+def mapped(argument: Any, to: Callable[[Value], Value]) -> Any:
+    """Return an argument with other tensors, which are asked for in the order of `values_in`."""
+    if isinstance(argument, Value):
+        return to(argument)
+    if isinstance(argument, Mapping):
+        return {key: mapped(item, to) for key, item in argument.items()}
+    if isinstance(argument, slice):
+        return slice(*(mapped(x, to) for x in (argument.start, argument.stop, argument.step)))
+    if isinstance(argument, tuple | list):
+        items = [mapped(item, to) for item in argument]
+        return items if isinstance(argument, list) else tuple(items)
+    return argument
 
 
 def with_values(argument: Any, of: Callable[[torch.Tensor], Value]) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jaxtrain.port.calls import Call, Origin, Step, Value
+from jaxtrain.port.calls import ALIAS, Call, Origin, Step, Value, mapped
 from jaxtrain.port.inputs import Inputs, free, owned_values
 from jaxtrain.port.recording import Backward, Recording
 from jaxtrain.port.refused import refused_at
@@ -86,7 +86,9 @@ class Cut:
 
     Attributes:
       calls: Their calls.
-      roots: Their roots, in the order in which they are read; numbers that differ are the last ones.
+      slots: For each place where a call reads a root, in order, the number of the root. A tensor that one update reads
+        at several places, as zeros for both states of an LSTM, may be several in others.
+      roots: Their roots; numbers that differ are the last ones.
       carried: The names of the inputs that the update before computes, if there is one.
       places: Where it computes them.
       numbers: The numbers that differ.
@@ -95,6 +97,7 @@ class Cut:
     """
 
     calls: tuple[Key, ...]
+    slots: tuple[int, ...]
     roots: tuple[Root, ...]
     carried: tuple[str, ...]
     places: tuple[Place, ...]
@@ -113,9 +116,9 @@ class Cut:
           UserError: It is another program.
         """
         found = _program(backward, self.calls, self.places)
-        if len(found.program.roots) + len(self.numbers) != len(self.roots) or _calls(found) != self.calls:
+        if len(_reads(found)) != len(self.slots) or _calls(found) != self.calls:
             raise refused_at("the calls of an update differ from update to update", _other_line(self, found), SAME)
-        found = _with_numbers(found, self.numbers)
+        found = _with_numbers(_with_slots(found, self.slots), self.numbers)
         carried = {*_carried(before, found)} if before is not None else set()
         count = sum(
             root.name in self.carried for x, root in zip(found.program.roots, self.roots, strict=True) if x in carried
@@ -167,6 +170,7 @@ class Cut:
         found = json.loads(text)
         return cls(
             calls=tuple(Key(*call) for call in found["calls"]),
+            slots=tuple(found["slots"]),
             roots=tuple(Root(*root) for root in found["roots"]),
             carried=tuple(found["carried"]),
             places=tuple(Place(Key(*call), _path(path)) for call, path in found["places"]),
@@ -193,7 +197,9 @@ def cut(recording: Recording, modules: Mapping[str, torch.nn.Module]) -> tuple[l
     backwards = [backward for update in recording.updates for backward in update.backwards]
     calls, places = _calls_of_model(backwards, modules)
     programs = [_program(backward, calls, places) for backward in backwards]
-    found = _common(programs, modules, places, _differing_numbers(programs))
+    slots = _slots(programs)
+    separate = [_with_slots(program, slots) for program in programs]
+    found = _common(separate, _calls(programs[0]), slots, modules, places, _differing_numbers(programs))
     read = [found.read(backward, before) for before, backward in zip([None, *backwards], backwards, strict=False)]
     for backward in read:
         owned = owned_values(backward, modules)
@@ -232,6 +238,46 @@ def _program(backward: Backward, calls: Collection[Key], places: Iterable[Place]
     kept = [_value_at(backward, place) for place in places]
     program = backward.interval.program(lambda call: bool(call.origin & Origin.MODEL) or keys[id(call)] in calls, kept)
     return replace(backward, program=program)
+
+
+def _reads(backward: Backward) -> list[Value]:
+    """Return the roots that the calls of a program read, in order, one as often as it is read."""
+    roots = {*backward.program.roots}
+    return [value for call in backward.program.calls for value in call.reads() if value in roots]
+
+
+def _slots(backwards: Sequence[Backward]) -> tuple[int, ...]:
+    """Return numbers for the places where programs read roots: equal ones where all read one tensor."""
+    reads = [_reads(backward) for backward in backwards]
+    same = [found for found in reads if len(found) == len(reads[0])]
+    first = [{value: i for i, value in reversed([*enumerate(found)])} for found in same]
+    keys = [tuple(of[found[i]] for of, found in zip(first, same, strict=True)) for i in range(len(reads[0]))]
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    return tuple(numbers[key] for key in keys)
+
+
+def _with_slots(backward: Backward, slots: Sequence[int]) -> Backward:
+    """Return a program with a root of its own for each number; programs of another number of reads are left."""
+    reads = _reads(backward)
+    if len(reads) != len(slots):
+        return backward
+    given, of_slot = dict(backward.interval.given), dict[int, Value]()
+    for slot, value in zip(slots, reads, strict=True):
+        if slot not in of_slot:
+            of_slot[slot] = Value(-ALIAS - slot) if value in of_slot.values() else value
+            if of_slot[slot] != value:
+                given[of_slot[slot]] = given[value]
+    places, roots = iter(slots), {*backward.program.roots}
+    calls = [
+        call._replace(
+            args=mapped(call.args, lambda x: of_slot[next(places)] if x in roots else x),
+            kwargs=mapped(call.kwargs, lambda x: of_slot[next(places)] if x in roots else x),
+        )
+        for call in backward.program.calls
+    ]
+    others = [value for value in backward.program.roots if value not in {*reads}]
+    program = backward.program._replace(calls=tuple(calls), roots=(*(of_slot[i] for i in sorted(of_slot)), *others))
+    return replace(backward, program=program, interval=backward.interval._replace(given=given))
 
 
 def _calls(backward: Backward) -> tuple[Key, ...]:
@@ -359,6 +405,8 @@ def _replaced(argument: Any, path: tuple[Step, ...], new: Any) -> Any:
 
 def _common(
     backwards: Sequence[Backward],
+    calls: tuple[Key, ...],
+    slots: tuple[int, ...],
     modules: Mapping[str, torch.nn.Module],
     places: tuple[Place, ...],
     numbers: tuple[Number, ...],
@@ -393,7 +441,8 @@ def _common(
         raise refused_at("some updates alone read what the model computed before", first.line, SAME)
     roots += [Root("input", x.name) for x in numbers]
     return Cut(
-        calls=_calls(first),
+        calls=calls,
+        slots=slots,
         roots=tuple(roots),
         carried=tuple(by_place[place] for place in places),
         places=places,
@@ -412,7 +461,7 @@ def _check_not_of_model(backwards: Sequence[Backward], i: int) -> None:
 
 
 def _input_name(backward: Backward, value: Value) -> str:
-    """Return the name of a variable of the script that holds a tensor, or of the argument that it is given as."""
+    """Return a name for an input: of a variable that holds it, of the argument that it is, or of what it is made of."""
     if value in backward.names:
         return backward.names[value]
     for call in backward.program.calls:
@@ -424,4 +473,7 @@ def _input_name(backward: Backward, value: Value) -> str:
         for name, x in bound.items():
             if x == value and type(x) is Value:
                 return name
+    for call in backward.interval.calls:
+        if value in (made for _, made in call.results):
+            return next((backward.names[x] for x in call.reads() if x in backward.names), "batch")
     return "batch"

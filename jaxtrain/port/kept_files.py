@@ -58,9 +58,10 @@ class _Files:
         """Return the copy of a file: an empty one to write, else one with what it holds."""
         key = os.path.realpath(file)
         if key not in self._copies:
-            self._copies[key] = self._folder / str(len(self._copies))
-            if "w" not in mode and os.path.isfile(key):
-                shutil.copyfile(key, self._copies[key])
+            copy = self._folder / str(len(self._copies))
+            if "w" not in mode:
+                shutil.copyfile(key, copy)
+            self._copies[key] = copy
         return self._copies[key]
 
 

@@ -99,7 +99,7 @@ class _Writer:
 
     def _statements(self, i: int, call: Call) -> list[ast.stmt]:
         """Return the statements of a call, with the script's line."""
-        self._like = next((x for x in call.reads() if x.number > 0), None)
+        self._like = next((x for x in call.reads() if not x.is_number), None)
         value: ast.expr = ast.Call(
             self._callee(call.function),
             [self._expression(x) for x in call.args],
@@ -150,7 +150,7 @@ class _Writer:
     def _expression(self, x: Any) -> ast.expr:
         """Return an argument as an expression."""
         if isinstance(x, Value):
-            if x.number < 0 and self._like is not None:  # a number, which has the dtype of the tensors beside it
+            if x.is_number and self._like is not None:  # a number, which has the dtype of the tensors beside it
                 dtype = ast.Attribute(self._expression(self._like), "dtype", ast.Load())
                 return ast.Call(ast.Attribute(ast.Name(self._inputs[x], ast.Load()), "to", ast.Load()), [dtype], [])
             if x in self._inputs:

@@ -60,7 +60,8 @@ def set_start(training: Training) -> None:
     start = training.recording.start
     with torch.no_grad():
         for part in training.modules.values():
-            part.train()
+            for inner in part.modules():
+                inner.training = True  # a script's own class may use `train` for something else
             for x in (*part.parameters(), *part.buffers()):
                 if id(x) in start:
                     x.copy_(start[id(x)])

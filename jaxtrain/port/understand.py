@@ -82,7 +82,7 @@ def understood(recording: Recording) -> Training:
     Raises:
       UserError: It is something else; the message names the line.
     """
-    optimizer = _only_optimizer(recording.updates)
+    optimizer = _only_optimizer(recording)
     try:
         return _with_loader(recording, optimizer)
     except UserError:
@@ -174,7 +174,8 @@ def _training(
     )
 
 
-def _only_optimizer(updates: Sequence[Update]) -> torch.optim.Optimizer:
+def _only_optimizer(recording: Recording) -> torch.optim.Optimizer:
+    updates = recording.updates
     found = {id(update.optimizer): update for update in updates if update.optimizer is not None}
     if not found:
         raise refused_at(
@@ -183,6 +184,11 @@ def _only_optimizer(updates: Sequence[Update]) -> torch.optim.Optimizer:
     if len(found) > 1:
         other = [*found.values()][1]
         raise refused_at("a second optimizer steps", other.line, "one optimizer can be carried over")
+    waiting = [line for key, line in recording.optimizers.items() if key not in found]
+    if waiting:
+        raise refused_at(
+            f"an optimizer made no step in {len(updates)} updates", waiting[0], "give --updates a larger number"
+        )
     (update,) = found.values()
     assert update.optimizer is not None
     return update.optimizer

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.step import clip_grad_norm, micro_batch_key, optimizer_in_float32, validated
+from jaxtrain.step import Loss, clip_grad_norm, micro_batch_key, optimizer_in_float32, validated
 from parity.bars import FIRST_BAR
 from parity.case import Case
 from parity.compare.verdict import relative
@@ -184,17 +184,17 @@ def _compared(case: Case, seen: Sequence[Step], seed: int) -> Iterator[Compariso
         parts = []
         for batch in step.micro_batches:
             rng = micro_batch_key(key, micro_step)
-            loss, grads, model_state = backward(params, jax_side.arrays(batch, "fp64"), rng, model_state)
-            parts.append((loss, grads))
+            loss, grads, metrics, model_state = backward(params, jax_side.arrays(batch, "fp64"), rng, model_state)
+            parts.append((loss, grads, metrics))
             micro_step += 1
-        loss, grads = _mean(parts)
+        loss, grads, metrics = _mean(parts)
         yield Comparison(number, "loss", {"loss": np.asarray(loss)}, {"loss": np.asarray(step.loss)})
         yield Comparison(number, "gradients", jax_side.to_torch(case, grads), step.grads)
         if case.clip_norm is not None:
             clipped = jax_side.to_torch(case, clip(_to_jax(case, step.grads)[0]))
             yield Comparison(number, "clipped gradients", clipped, step.fed)
         opt_state = init(params) if opt_state is None else opt_state
-        updates, opt_state = update(_to_jax(case, step.fed)[0], opt_state, params)
+        updates, opt_state = update(_to_jax(case, step.fed)[0], opt_state, params, value=loss, metrics=metrics)
         for name, moment in jax_side.moments(case, opt_state).items():
             yield Comparison(number, "optimizer state", _named(name, moment), _named(name, step.after.moments[name]))
         changes = {name: x - step.before.params[name] for name, x in step.after.params.items()}
@@ -217,17 +217,18 @@ def _worst(comparisons: Iterable[Comparison]) -> list[Stage]:
     return list(found.values())
 
 
-def _backward(case: Case) -> Callable[..., tuple[Any, Any, Any]]:
-    """A function from one micro-batch to (mean loss, its gradient, model state)."""
+def _backward(case: Case) -> Callable[..., tuple[Any, Any, Any, Any]]:
+    """A function from one micro-batch to (mean loss, its gradient, mean metrics, model state)."""
     compute = in_float64(validated(case.loss_fn))
 
     def mean(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, Any]:
-        loss, _, model_state = compute(params, batch, rng, model_state)
-        return loss.total / loss.weight, model_state
+        loss, metrics, model_state = compute(params, batch, rng, model_state)
+        means = {name: x.total / x.weight if isinstance(x, Loss) else x for name, x in metrics.items()}
+        return loss.total / loss.weight, (means, model_state)
 
-    def backward(*args: Any) -> tuple[Any, Any, Any]:
-        (loss, model_state), grads = jax.value_and_grad(mean, has_aux=True)(*args)
-        return loss, jax.tree.map(jnp.conj, grads), model_state  # PyTorch's convention
+    def backward(*args: Any) -> tuple[Any, Any, Any, Any]:
+        (loss, (metrics, model_state)), grads = jax.value_and_grad(mean, has_aux=True)(*args)
+        return loss, jax.tree.map(jnp.conj, grads), metrics, model_state  # PyTorch's convention
 
     return backward
 

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as theirs
 
 import jaxtrain as jt
 from jaxtrain.errors import UserError
-from jaxtrain.optim import reduce_lr_on_plateau, schedules, sgd, used_learning_rate
+from jaxtrain.optim import rate_of_metric, reduce_lr_on_plateau, schedules, sgd, used_learning_rate
 
 STEPS = 1000
 LR = st.floats(1e-4, 10)
@@ -401,3 +401,41 @@ def test_a_plateau_uses_the_mean_loss_of_the_window(streaming):
         best = float(optax.tree.get(state.opt_state, "best"))
         assert best == 3.0
     np.testing.assert_allclose(rates, [1.0, 1.0, 0.1])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_rate_of_a_metric_is_that_of_a_schedule(accumulate):
+    rates = jnp.array([0.5, 0.25, 0.125, 1.0])
+
+    def loss_fn(params, batch, rng):
+        return jt.Loss(jnp.square(params["w"] - batch["x"].sum(0)).sum(), 1), {"rate": batch["rate"][0]}
+
+    def run(learning_rate):
+        step = jt.train_step(loss_fn, sgd(learning_rate, momentum=0.9), accumulate=accumulate)
+        state, used = step.init({"w": jnp.ones(3)}), []
+        for i in range(4):
+            batch = {"x": jnp.arange(6.0).reshape(2, 3) - i, "rate": jnp.full(2, rates[i])}
+            state, metrics = step(state, batch)
+            used.append(float(metrics["lr"]))
+        return state.params["w"].tolist(), used
+
+    assert run(rate_of_metric("rate")) == run(lambda count: rates[count])
+
+
+def test_a_rate_that_the_loss_function_does_not_return_is_refused():
+    step = jt.train_step(lambda params, batch, rng: (jt.Loss(params.sum(), 1), {}), sgd(rate_of_metric("rate")))
+    with pytest.raises(UserError, match="loss_fn returns no metric 'rate': return it, as in {'rate': rate}"):
+        step(step.init(jnp.ones(2)), {"x": jnp.ones(2)})
+
+
+def test_a_transformation_is_given_what_it_takes_alone():
+    seen = {}
+
+    def update(updates, state, params=None, *, value):
+        seen["value"] = value
+        return updates, state
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    step = jt.train_step(lambda params, batch, rng: (jt.Loss(params.sum(), 1), {"a": 1.0}), tx)
+    step(step.init(jnp.ones(2)), {"x": jnp.ones(2)})
+    assert "value" in seen

@@ -102,7 +102,8 @@ REFUSED = {
     "a sum of all updates": (
         {
             "optimizer": "optimizer = torch.optim.SGD(model.parameters(), lr=0.1); kept = {}",
-            "forward": "kept[i] = model(x).detach()\n        loss = criterion(model(x), y) + kept[max(i - 2, 0)].mean()",
+            "forward": "kept[i] = model(x).detach()\n"
+            "        loss = criterion(model(x), y) + kept[max(i - 2, 0)].mean()",
         },
         "read what the model computed before",
         "loss.backward()",
@@ -145,10 +146,10 @@ REFUSED = {
         "before GradScaler.unscale_",
         "clip_grad_norm_",
     ),
-    "an uneven window": (
-        {"step": "if i % 3 == 2: optimizer.step(); optimizer.zero_grad()"},
-        "calls of backward",
-        "if i % 3 == 2",
+    "a window of a smaller last batch": (
+        {"step": "if i % 3 == 2 or i == 6: optimizer.step(); optimizer.zero_grad()"},
+        "the micro-batches of a window differ in size",
+        "loss.backward()",
     ),
     "frozen statistics": (
         {

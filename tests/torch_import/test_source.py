@@ -90,6 +90,36 @@ def test_the_source_of_layers_that_are_not_a_loop_has_pytorchs_parameters() -> N
     assert "stacked" not in text
 
 
+class Towers(nn.Module):
+    """One network for several inputs, as a siamese one: each call goes on with the statistics of the one before."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls, self.net = calls, Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.net(x * (i + 1) + i) for i in range(self.calls)]).square().mean()
+
+
+@pytest.mark.parametrize("calls", [2, 3])
+def test_the_source_of_a_module_that_is_called_several_times_has_the_statistics_of_all(
+    calls: int, tmp_path: Path
+) -> None:
+    module = Towers(calls)
+    model = jt.from_torch(module, blocks()[1])
+    source = import_file(model.save_source(tmp_path / "model.py")[0])
+    rng = jax.random.key(0)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+        source.model(model.params, model.example, rng, model.state),
+        model(model.params, model.example, rng, model.state),
+    )
+    module(torch.from_numpy(blocks()[1]["x"]))
+    _, state = source.model(model.params, model.example, rng, model.state)
+    assert int(state["net.norm.num_batches_tracked"]) == calls
+    np.testing.assert_allclose(state["net.norm.running_var"], module.net.norm.running_var, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
 def test_a_module_whose_outputs_are_no_floating_point_numbers_has_a_source(dtype: torch.dtype, tmp_path: Path) -> None:
     class Scaled(nn.Module):

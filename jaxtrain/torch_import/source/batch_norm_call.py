@@ -39,6 +39,8 @@ def batch_norm_item(
     made = results[node.name]
     if set(made) - {0, 3, 4} or any(f"{path}.{name}" not in state for name in _BUFFERS):
         return None
+    if state[f"{path}.running_mean"].name != made.get(3):  # the module is called again, with these statistics
+        return None
     x, *_, momentum, eps = node.args
     operand = x.name
 
