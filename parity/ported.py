@@ -6,7 +6,7 @@ updates were recorded. `jaxtrain.port.rerun` has computed the script's updates f
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +17,13 @@ import torch
 from rich.console import Console
 
 from jaxtrain.cost import flops
+from jaxtrain.interop import NameTable
 from jaxtrain.port import micro_batch
-from jaxtrain.port.cut import PADDING
+from jaxtrain.port.cut import PADDING, TURN
 from jaxtrain.port.ported import Ported, program_module
 from jaxtrain.port.recipe_source import PRECISIONS
 from jaxtrain.port.rerun import like, set_start
+from jaxtrain.port.understand import Training
 from jaxtrain.run import Recipe, load_recipe
 from jaxtrain.runner import frozen, optimizer_expression, recipe_optimizer
 from parity.attestation import environment
@@ -121,21 +123,14 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case
     ours = recipe_optimizer(recipe, task.no_decay or (lambda path: False))
     windows, settings = _windows(result, shape)
     module = result.module if shape == 0 else program_module(training, shape)
-    rates = () if training.cut is None else training.cut.rates
-
-    def torch_loss(module: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        read = batch if training.cut is None else micro_batch(batch)
-        given = {name: x for name, x in read.items() if name not in (*rates, PADDING)}
-        loss = _nothing(module, given) if read.get(PADDING) else module(**given)
-        return loss, 1 / training.accumulate
-
-    side = Optimizer(
-        type(training.optimizer).__name__,
-        partial(_optimizer, result, settings[0]),
-        ours,
-        moments_of(expression, ours, shapes.params),
-        partial(_Recorded, settings),
-    )
+    if result.turns:
+        torch_loss, torch_optimizer, moments = _loss_of_turns(result, module), partial(_optimizer_of_turns, result), {}
+        scheduler = None
+    else:
+        torch_loss, torch_optimizer = _loss(training), partial(_optimizer, result, settings[0])
+        moments, scheduler = moments_of(expression, ours, shapes.params), partial(_Recorded, settings)
+    side = Optimizer(type(training.optimizer).__name__, torch_optimizer, ours, moments, scheduler)
+    tables = [turn.model.state_names for turn in (result.turns or (result,)) if turn.model.state_names is not None]
     return _Case(
         name=name,
         torch_model=partial(_started, result, module),
@@ -149,12 +144,67 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case
         optimizer=frozen_too(side, is_frozen),
         clip_norm=recipe.clip_norm,
         state_like=shapes.model_state,
-        buffers=model.state_names,
+        buffers=NameTable({path: x for table in tables for path, x in table.params.items()}) if tables else None,
         settings={"accumulate": recipe.accumulate, "steps": len(training.recording.updates)},
         precision=recipe.precision,
         module=module,
         is_large=flops(task.loss_fn, shapes.params, windows[0], jax.random.key(0), *_state(shapes)) > _LARGE,
     )
+
+
+def _loss(training: Training) -> Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], tuple[torch.Tensor, Any]]:
+    """Return the loss of a micro-batch, and its weight."""
+    rates = () if training.cut is None else training.cut.rates
+
+    def loss(module: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        read = batch if training.cut is None else micro_batch(batch)
+        given = {name: x for name, x in read.items() if name not in (*rates, PADDING)}
+        found = _nothing(module, given) if read.get(PADDING) else module(**given)
+        return found, 1 / training.accumulate
+
+    return loss
+
+
+def _loss_of_turns(
+    result: Ported, module: torch.nn.Module
+) -> Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], tuple[torch.Tensor, Any]]:
+    """Return the loss of the turn of a batch; the module gets the constants of all turns."""
+    forwards = []
+    for turn in result.turns:
+        forwards.append(type(turn.module).forward)
+        for name, x in turn.module.named_buffers(recurse=False):
+            module.register_buffer(name, x, persistent=False)
+
+    def loss(module: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        read = micro_batch(batch)
+        i = int(read[TURN])
+        return forwards[i](module, **{n.removeprefix(f"{i}."): x for n, x in read.items() if n.startswith(f"{i}.")}), 1
+
+    return loss
+
+
+class _InTurn(torch.optim.Optimizer):
+    """Optimizers of which one steps at each turn of a cycle."""
+
+    def __init__(self, cycle: Sequence[torch.optim.Optimizer]) -> None:
+        groups = {id(group): group for optimizer in cycle for group in optimizer.param_groups}
+        super().__init__([p for group in groups.values() for p in group["params"]], {})
+        self._cycle, self._count = cycle, 0
+
+    def step(self, closure: Any = None) -> None:
+        """Update by the optimizer of this turn."""
+        self._cycle[self._count % len(self._cycle)].step()
+        self._count += 1
+
+
+def _optimizer_of_turns(result: Ported, named: Sequence[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    """Return the script's optimizers, which take turns."""
+    named, made = [*named], dict[int, torch.optim.Optimizer]()
+    for turn in result.turns:
+        theirs = turn.training.optimizer
+        if id(theirs) not in made:
+            made[id(theirs)] = _optimizer(turn, turn.training.recording.updates[0].settings, named)
+    return _InTurn([made[id(turn.training.optimizer)] for turn in result.turns])
 
 
 def _nothing(module: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -245,7 +295,7 @@ def _windows(result: Ported, shape: int) -> tuple[list[dict[str, np.ndarray]], l
     """
     training, windows, settings = result.training, [], []
     first, inputs = training.programs[shape]
-    shapes = {name: x.shape for name, x in inputs.batch_of(first).items()}
+    shapes = {} if training.turns else {name: x.shape for name, x in inputs.batch_of(first).items()}
     join = np.concatenate if training.cut is None else np.stack
     for update, window in training.windows():
         if all(micro[name].shape == shapes[name] for micro in window for name in shapes):

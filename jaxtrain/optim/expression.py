@@ -31,6 +31,7 @@ from jaxtrain.optim.radam import radam
 from jaxtrain.optim.rmsprop import rmsprop
 from jaxtrain.optim.rprop import rprop
 from jaxtrain.optim.sgd import sgd
+from jaxtrain.optim.turns import at_turns
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "adadelta": adadelta,
@@ -42,6 +43,7 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "adamw": adamw,
     "adamw8bit": adamw8bit,
     "asgd": asgd,
+    "at_turns": at_turns,
     "muon": muon,
     "nadam": nadam,
     "radam": radam,
@@ -208,10 +210,12 @@ def _function(call: Call, functions: Mapping[str, Callable[..., Any]]) -> Callab
 
 
 def _build_argument(value: Any) -> Any:
-    """Build the schedule of an argument that is a call; return any other argument."""
+    """Build the schedule or the optimizer of an argument that is a call; return any other argument."""
     if isinstance(value, list):
         return [_build_argument(entry) for entry in value]
-    return build_expression(value, SCHEDULES, {}) if isinstance(value, Call) else value
+    if not isinstance(value, Call):
+        return value
+    return build_expression(value, OPTIMIZERS if value.function in OPTIMIZERS else SCHEDULES, {})
 
 
 def _format(value: Any) -> str:

@@ -9,6 +9,7 @@ kept_files  files that exist are kept meanwhile
 understand  what the script is: program, optimizer, window, schedule; or a refusal with its line
 inputs      where the tensors come from that a program reads
 cut         programs that begin where the model does
+turns       several optimizers that update in turn
 same_program  whether updates compute one program
 refused     scripts that cannot be carried over
 replay      a recorded program as a module
@@ -29,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.port.data import ScriptBatches, ScriptRows, micro_batch, script_loader, unless
+from jaxtrain.port.data import ScriptBatches, ScriptRows, at_turn, micro_batch, script_loader, unless
 from jaxtrain.torch_import import pytorchs_promotion
 from jaxtrain.user_file import import_file
 
@@ -37,6 +38,7 @@ __all__ = [
     "ScriptBatches",
     "ScriptRows",
     "arrays",
+    "at_turn",
     "data",
     "micro_batch",
     "model",

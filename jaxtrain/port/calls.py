@@ -73,6 +73,7 @@ class Call(NamedTuple):
       random: State of PyTorch's generator before the call; None for one that draws nothing.
       origin: What its results depend on.
       evaluated: Identities of the modules in evaluation mode, of a module and its parts.
+      is_repeated: Whether the program makes a call again that an update before has made, for the same result.
     """
 
     function: Callable[..., Any]
@@ -85,6 +86,7 @@ class Call(NamedTuple):
     random: torch.Tensor | None
     origin: Origin
     evaluated: frozenset[int]
+    is_repeated: bool = False
 
     def reads(self) -> Iterator[Value]:
         """Yield the tensors among the arguments."""
@@ -99,12 +101,14 @@ class Program(NamedTuple):
       loss: The tensor that `backward` was called on.
       roots: The tensors that the calls read and none of them made.
       kept: Other tensors that the calls make, which a later program reads.
+      parts: The losses that the loss is the sum of, if `backward` was called on each.
     """
 
     calls: tuple[Call, ...]
     loss: Value
     roots: tuple[Value, ...]
     kept: tuple[Value, ...] = ()
+    parts: tuple[Value, ...] = ()
 
 
 class Interval(NamedTuple):
@@ -118,6 +122,7 @@ class Interval(NamedTuple):
         the model or another followed call first read them.
       identities: Identities of the tensors that exist when it ends.
       carried: The tensors that were there before it, and that the model computed.
+      parts: As of `Program`.
     """
 
     calls: tuple[Call, ...]
@@ -126,6 +131,7 @@ class Interval(NamedTuple):
     given: Mapping[Value, torch.Tensor]
     identities: Mapping[Value, int]
     carried: frozenset[Value]
+    parts: tuple[Value, ...] = ()
 
     def program(self, follows: Callable[[Call], bool], kept: Sequence[Value] = ()) -> Program:
         """Return the calls that the loss depends on.
@@ -148,7 +154,8 @@ class Interval(NamedTuple):
         read = dict.fromkeys(value for call in found for value in call.reads())
         if self.loss not in made:
             read[self.loss] = None
-        return Program(tuple(found), self.loss, tuple(value for value in read if value not in made), tuple(kept))
+        roots = tuple(value for value in read if value not in made)
+        return Program(tuple(found), self.loss, roots, tuple(kept), self.parts)
 
 
 def values_in(argument: Any) -> Iterator[Value]:

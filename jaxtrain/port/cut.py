@@ -156,28 +156,88 @@ class Cut:
             for i in range(self.window)
         ]
 
+
+class Shape(NamedTuple):
+    """Shape and dtype of an input.
+
+    Attributes:
+      sizes: Its sizes.
+      dtype: Name of its dtype.
+    """
+
+    sizes: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> "Shape":
+        """Return those of a tensor."""
+        return cls(tuple(x.shape), str(x.dtype).removeprefix("torch."))
+
+    def zeros(self) -> torch.Tensor:
+        """Return a tensor of zeros."""
+        return torch.zeros(self.sizes, dtype=getattr(torch, self.dtype))
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What a script gives to the updates of a run.
+
+    Attributes:
+      cuts: What the programs of each turn have in common; one for an optimizer that takes no turns.
+      empty: The inputs of all turns, by the number of the turn and their name; none without turns.
+    """
+
+    cuts: tuple[Cut, ...]
+    empty: Mapping[str, Shape]
+
+    def given(
+        self, turn: int, window: Sequence[Mapping[str, torch.Tensor]], groups: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, torch.Tensor]]:
+        """Return the micro-batches of an update as a run takes them.
+
+        Args:
+          turn: Its turn.
+          window: What its programs read.
+          groups: The groups of its optimizer.
+        """
+        completed = self.cuts[turn].completed(window, groups)
+        if not self.empty:
+            return completed
+        zeros = {name: shape.zeros() for name, shape in self.empty.items()}
+        own = [{f"{turn}.{name}": x for name, x in micro_batch.items()} for micro_batch in completed]
+        return [{**zeros, **micro_batch, TURN: torch.tensor(turn)} for micro_batch in own]
+
     def as_json(self) -> str:
         """Return it as text."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
-    def of_json(cls, text: str) -> "Cut":
+    def of_json(cls, text: str) -> "Feed":
         """Return what `as_json` has written.
 
         Args:
           text: The text.
         """
         found = json.loads(text)
-        return cls(
-            calls=tuple(Key(*call) for call in found["calls"]),
-            slots=tuple(found["slots"]),
-            roots=tuple(Root(*root) for root in found["roots"]),
-            carried=tuple(found["carried"]),
-            places=tuple(Place(Key(*call), _path(path)) for call, path in found["places"]),
-            numbers=tuple(Number(name, call, _path(path)) for name, call, path in found["numbers"]),
-            rates=tuple(found["rates"]),
-            window=found["window"],
-        )
+        empty = {name: Shape(tuple(sizes), dtype) for name, (sizes, dtype) in found["empty"].items()}
+        return cls(tuple(map(_cut_of, found["cuts"])), empty)
+
+
+TURN = "turn"
+"""The input that says which of several optimizers updates."""
+
+
+def _cut_of(found: Mapping[str, Any]) -> Cut:
+    return Cut(
+        calls=tuple(Key(*call) for call in found["calls"]),
+        slots=tuple(found["slots"]),
+        roots=tuple(Root(*root) for root in found["roots"]),
+        carried=tuple(found["carried"]),
+        places=tuple(Place(Key(*call), _path(path)) for call, path in found["places"]),
+        numbers=tuple(Number(name, call, _path(path)) for name, call, path in found["numbers"]),
+        rates=tuple(found["rates"]),
+        window=found["window"],
+    )
 
 
 def _path(steps: Sequence[Sequence[Any]]) -> tuple[Step, ...]:

@@ -5,7 +5,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -149,3 +149,22 @@ def unless(condition: Any, new: Any, old: Any) -> Any:
     import jax.numpy as jnp
 
     return jax.tree.map(lambda x, y: jnp.where(condition, y, x), new, old)
+
+
+def at_turn(models: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """Return the model of a batch's turn, `batch["turn"]`, on the inputs of that turn.
+
+    Args:
+      models: The models of the turns.
+    """
+
+    def model(params: Any, batch: Mapping[str, Any], *args: Any) -> Any:
+        import jax
+
+        def of(i: int) -> Callable[[], Any]:
+            own = {name.removeprefix(f"{i}."): x for name, x in batch.items() if name.startswith(f"{i}.")}
+            return lambda: models[i](params, own, *args)
+
+        return jax.lax.switch(batch["turn"], [of(i) for i in range(len(models))])
+
+    return model

@@ -29,13 +29,13 @@ def check_fed(training: Training, script: Path, args: Sequence[str], folder: Pat
     runs = [ScriptBatches(script, args, folder / INPUTS, shift) for shift in (0.0, SHIFT)]
     streams = [run.__iter__() for run in runs]
     try:
-        for backward in (backward for update in training.recording.updates for backward in update.backwards):
+        for update in (update for update, window in training.windows() for _ in window):
             one, two = (next(stream, {}) for stream in streams)
             for name in {**one, **two}:
                 if name not in one or name not in two or not np.array_equal(one[name], two[name], equal_nan=True):
                     raise refused_at(
                         f"{name} depends on what the model computes, or differs from run to run",
-                        backward.line,
+                        update.backwards[0].line,
                         "seed all random numbers, and compute it from the data alone",
                     )
     finally:

@@ -19,11 +19,12 @@ from torch.utils.data import DataLoader
 
 from jaxtrain.errors import UserError
 from jaxtrain.port.calls import tensors_in
-from jaxtrain.port.cut import Cut
+from jaxtrain.port.cut import Feed
 from jaxtrain.port.kept_files import kept_files
 from jaxtrain.port.recording import Backward
-from jaxtrain.port.refused import refused_at
+from jaxtrain.port.refused import Refused, refused_at
 from jaxtrain.port.script import Watch, digest, run
+from jaxtrain.port.turns import joined
 
 
 class Feeder(Watch):
@@ -31,16 +32,18 @@ class Feeder(Watch):
 
     Args:
       script: The script.
-      found: What its programs have in common.
+      feed: What its updates read.
       send: Called with the tensors of a micro-batch, by name, when the optimizer steps that it is for.
       shift: What is added to the numbers of answers.
     """
 
-    def __init__(self, script: Path, found: Cut, send: Callable[[dict[str, Any]], None], shift: float) -> None:
+    def __init__(self, script: Path, feed: Feed, send: Callable[[dict[str, Any]], None], shift: float) -> None:
         super().__init__(str(script.resolve()), 0, lambda _: None)
-        self._cut, self._send, self._shift = found, send, shift
-        self._window: list[dict[str, Any]] = []
-        self._last: Backward | None = None
+        self._feed, self._send, self._shift = feed, send, shift
+        self._own: list[Backward] = []  # of this update
+        self._before: list[Backward] = []  # of those before in its cycle
+        self._last: dict[int, Backward] = {}  # by turn
+        self._count, self._has_begun = 0, False
         self._answers: dict[Any, Any] = {}
         self.recorder.answer = self._answer
 
@@ -62,22 +65,15 @@ class Feeder(Watch):
 
     def around_module(self, module: torch.nn.Module, call: Callable[[], Any]) -> Any:
         """Call a module."""
-        if self._last is None and torch.is_grad_enabled() and not self._answers:
+        if torch.is_grad_enabled() and not self._has_begun:
             self.recorder.forget_writes()
+            self._has_begun = True
         return call()
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Read the micro-batch of a loss."""
+        """Note the calls that a loss depends on."""
         with self.recorder.inside():
-            program = self.program(loss, None, self.recorder.line())
-            read = self._cut.read(program, self._last)
-            for value, root in zip(read.program.roots, self._cut.roots, strict=True):
-                if root.kind == "constant" and digest(read.tensors.get(value)) != root.name:
-                    raise refused_at(
-                        "a tensor was the same in all updates that were recorded", read.line, "port it anew"
-                    )
-            self._window.append(self._cut.inputs(read).batch_of(read))
-            self._last = program
+            self._own.append(self.program(loss, None, self.recorder.line()))
         self.recorder.end_interval()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -87,15 +83,35 @@ class Feeder(Watch):
             with torch.enable_grad():
                 closure()
         self._in_step.enter_context(self.recorder.inside())
-        if self._window:
-            for micro_batch in self._cut.completed(self._window, optimizer.param_groups):
-                self._send({name: x.cpu() for name, x in micro_batch.items()})
-        self._window.clear()
+        try:
+            self._send_window(optimizer)
+        except UserError as error:
+            raise Refused(error) from None
         return (optimizer,), {}
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """End the step."""
         self._in_step.close()
+
+    def _send_window(self, optimizer: Any) -> None:
+        turn = self._count % len(self._feed.cuts)
+        found, window = self._feed.cuts[turn], []
+        backwards = self._own if not self._feed.empty else [joined(self._before, self._own)] if self._own else []
+        for backward in backwards:
+            read = found.read(backward, self._last.get(turn))
+            for value, root in zip(read.program.roots, found.roots, strict=True):
+                if root.kind == "constant" and digest(read.tensors.get(value)) != root.name:
+                    raise refused_at(
+                        "a tensor was the same in all updates that were recorded", read.line, "port it anew"
+                    )
+            window.append(found.inputs(read).batch_of(read))
+            self._last[turn] = backward
+        if window:
+            for micro_batch in self._feed.given(turn, window, optimizer.param_groups):
+                self._send({name: x.cpu() for name, x in micro_batch.items()})
+        self._count += 1
+        self._before = [] if self._count % len(self._feed.cuts) == 0 else [*self._before, *self._own]
+        self._own = []
 
     def _answer(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what a module returned first for such arguments, in new tensors."""
@@ -143,7 +159,7 @@ def main(args: list[str]) -> None:
 
     try:
         with kept_files():
-            run(Path(script), own, Feeder(Path(script), Cut.of_json(Path(found).read_text()), send, float(shift)))
+            run(Path(script), own, Feeder(Path(script), Feed.of_json(Path(found).read_text()), send, float(shift)))
     except BrokenPipeError:  # the run has all that it needs
         return
     except UserError as error:

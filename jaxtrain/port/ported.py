@@ -1,13 +1,15 @@
 """A script as a model of JAX, with the optimizer of its run."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from jaxtrain.interop import live_expression
 from jaxtrain.optim import Call, Expression
 from jaxtrain.port import shapes
+from jaxtrain.port.refused import refused_at
 from jaxtrain.port.replay import recorded_module
 from jaxtrain.port.rerun import new_optimizer, set_start
 from jaxtrain.port.understand import Training
@@ -24,6 +26,7 @@ class Ported:
       model: The same in JAX.
       others: The same for batches of other shapes, with these.
       optimizer: Its optimizer, with a schedule of updates or epochs.
+      turns: The models of the turns of several optimizers; none for one.
     """
 
     training: Training
@@ -31,18 +34,40 @@ class Ported:
     model: ImportedModel
     others: tuple[tuple[str, ImportedModel], ...]
     optimizer: Expression
+    turns: tuple["Ported", ...] = ()
+
+    def state(self) -> dict[str, Any]:
+        """Return the buffers that its models change, by name; none for models without."""
+        models = [turn.model for turn in self.turns] or [self.model]
+        return {name: x for model in models for name, x in (model.state or {}).items()}
 
 
-def ported(training: Training) -> Ported:
+def ported(training: Training, *, in_turn: bool = False) -> Ported:
     """Import the program of a script, with the parameters that it starts with.
 
     Raises:
       UserError: The program cannot be imported; the message names the script's line.
     """
     set_start(training)
+    if training.turns:
+        return _in_turn(training, [ported(turn, in_turn=True) for turn in training.turns])
     models = [(shapes(batch), from_torch(module, batch)) for module, batch in _examples(training)]
     module, model = program_module(training, 0), models[0][1]
-    return Ported(training, module, model, tuple(models[1:]), _optimizer(training, module, model))
+    return Ported(training, module, model, tuple(models[1:]), _optimizer(training, module, model, in_turn=in_turn))
+
+
+def _in_turn(training: Training, turns: Sequence[Ported]) -> Ported:
+    """Return the models of several optimizers, which update at their turns."""
+    optimizer: dict[str, Call] = {}
+    for turn in turns:
+        theirs = [i for i, other in enumerate(training.turns) if other.optimizer is turn.training.optimizer]
+        assert not isinstance(turn.optimizer, Call)
+        for paths, call in turn.optimizer.items():
+            optimizer[paths] = Call("at_turns", {"optimizer": call, "turns": theirs, "every": len(turns)})
+        if turn.model.params.keys() != turns[0].model.params.keys():
+            line = turn.training.programs[0][0].line
+            raise refused_at("several optimizers, and layers that are a loop in one program alone", line, "")
+    return replace(turns[0], training=training, optimizer=optimizer, turns=tuple(turns))
 
 
 def _examples(training: Training) -> Iterator[tuple[torch.nn.Module, dict[str, torch.Tensor]]]:
@@ -58,12 +83,14 @@ def program_module(training: Training, number: int) -> torch.nn.Module:
     return module.train()
 
 
-def _optimizer(training: Training, module: torch.nn.Module, model: ImportedModel) -> Expression:
+def _optimizer(
+    training: Training, module: torch.nn.Module, model: ImportedModel, *, in_turn: bool = False
+) -> Expression:
     names = {id(p): name for name, p in module.named_parameters()}
     groups = training.optimizer.param_groups
     given = {names[id(p)] for group in groups for p in group["params"]}
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
-    is_whole = len(groups) == 1 and trained <= given
+    is_whole = len(groups) == 1 and trained <= given and not in_turn
     rates = () if training.cut is None else training.cut.rates
     theirs = new_optimizer(training) if rates else training.optimizer
     found = live_expression(theirs, training.scheduler, model=module, names=None if is_whole else model.names)

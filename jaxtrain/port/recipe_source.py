@@ -28,9 +28,7 @@ def recipe_source(result: Ported, script: Path, args: Sequence[str], of_shapes: 
     """
     command = " ".join([script.name, *args])
     line = result.training.programs[0][0].line
-    pairs = ", ".join(f'"{shape}": HERE / "{name}" / "model.py"' for shape, name in of_shapes.items())
-    others = f", {{{pairs}}}" if pairs else ""
-    state = ', port.arrays(HERE / "state.safetensors")' if result.model.state is not None else ""
+    state = ', port.arrays(HERE / "state.safetensors")' if result.state() else ""
     settings = "\n".join(_field(name, *setting) for name, setting in _settings(result).items())
     return f'''"""{command} as a recipe, written by `jaxtrain port {command}`.
 
@@ -50,7 +48,7 @@ HERE = Path(__file__).parent
 SCRIPT = Path({str(script.resolve())!r})
 ARGS = {[*args]!r}
 
-model = port.model(HERE / "model.py"{others})
+{_model_source(result, of_shapes)}
 
 
 {_loss_source(result)}
@@ -72,16 +70,30 @@ class Run(jt.Recipe):
 '''
 
 
+def _model_source(result: Ported, of_shapes: Mapping[str, str]) -> str:
+    """Return the text of the model."""
+    if result.turns:
+        folders = ["", *(f' / "turn_{i}"' for i in range(2, len(result.turns) + 1))]
+        models = ", ".join(f'port.model(HERE{folder} / "model.py")' for folder in folders)
+        return f"models = [{models}]"
+    pairs = ", ".join(f'"{shape}": HERE / "{name}" / "model.py"' for shape, name in of_shapes.items())
+    others = f", {{{pairs}}}" if pairs else ""
+    return f'model = port.model(HERE / "model.py"{others})'
+
+
 def _loss_source(result: Ported) -> str:
     """Return the text of the loss function."""
-    training, has_state, k = result.training, result.model.state is not None, result.training.accumulate
+    training, has_state, k = result.training, bool(result.state()), result.training.accumulate
     found, metrics = training.cut, ""
     of_window = "" if k == 1 else f"; the gradients of the {k} of an update are added"
     lines = [f'"""Return the loss of a micro-batch{of_window}."""']
     if found is not None:
         metrics = ", ".join(f'"{name}": batch["{name}"]' for name in dict.fromkeys(found.rates))
         lines.append("batch = port.micro_batch(batch)")
-    lines.append(f"loss, {'new_state' if has_state else '_'} = model(params, batch, rng{', model_state' * has_state})")
+    model = "port.at_turn(models)" if result.turns else "model"
+    lines.append(
+        f"loss, {'new_state' if has_state else '_'} = {model}(params, batch, rng{', model_state' * has_state})"
+    )
     if found is not None and found.window:
         lines.append(f'loss = port.unless(batch["{PADDING}"], loss, 0)')
         lines += [f'new_state = port.unless(batch["{PADDING}"], new_state, model_state)'] * has_state
@@ -93,7 +105,8 @@ def _loss_source(result: Ported) -> str:
 def _data_source(result: Ported) -> str:
     """Return the text of the training data and of what follows it."""
     training = result.training
-    frozen = sorted(name for name in result.model.params if result.model.frozen(name))
+    models = [turn.model for turn in result.turns] or [result.model]
+    frozen = sorted(name for name in result.model.params if all(model.frozen(name) for model in models))
     end = f"\n            frozen={set(frozen)!r}.__contains__," if frozen else ""
     if training.loader is None:
         return f'port.ScriptBatches(SCRIPT, ARGS, HERE / "{INPUTS}"),{end}'

@@ -21,6 +21,6 @@ class Refused(Stop):
       error: The error for the user.
     """
 
-    def __init__(self, problem: str, line: Line, remedy: str) -> None:
-        super().__init__(problem)
-        self.error = refused_at(problem, line, remedy)
+    def __init__(self, error: UserError) -> None:
+        super().__init__(str(error))
+        self.error = error

@@ -73,7 +73,7 @@ class _Writer:
         body = [self._read_kept(name) for name in self._kept]
         body += [statement for i, call in enumerate(self._program.calls) for statement in self._statements(i, call)]
         body += [self._keep(name, value) for name, value in self._kept.items()]
-        body.append(ast.Return(self._expression(self._program.loss)))
+        body.append(ast.Return(self._result()))
         arguments = [ast.arg("self"), *(ast.arg(name) for name in self._inputs.values())]
         arguments += [ast.arg(CARRIED)] if self._kept else []
         empty: Any = {"posonlyargs": [], "kwonlyargs": [], "kw_defaults": [], "defaults": []}
@@ -85,6 +85,11 @@ class _Writer:
         exec(compile(tree, first.file or "<recorded>", "exec", dont_inherit=True), self._names)
         made: FunctionType = self._names.pop("forward")
         return made
+
+    def _result(self) -> ast.expr:
+        """Return the loss; where the script is made again, the parts that `backward` is called on."""
+        parts = self._program.parts if self._restore is not None else ()
+        return self._expression(parts or self._program.loss)
 
     def _read_kept(self, name: str) -> ast.stmt:
         """Return the statement that reads what the program before has kept, or what is given anew."""
@@ -112,6 +117,11 @@ class _Writer:
             statements = [ast.Assign([ast.Name("result", ast.Store())], value)]
             for path, made in call.results:
                 statements.append(ast.Assign([ast.Name(_name(made), ast.Store())], self._part(path)))
+        if call.is_repeated and id(call.function) in self._paths:
+            copies = ast.Call(
+                self._given("with_copied_buffers", _with_copied_buffers), [self._callee(call.function)], []
+            )
+            statements = [ast.With([ast.withitem(copies)], statements)]
         for context in self._contexts(call):
             statements = [ast.With([ast.withitem(ast.Call(context, [], []))], statements)]
         if self._restore is not None and call.random is not None:
@@ -158,7 +168,7 @@ class _Writer:
             if x in self._owned:
                 return _attribute(["self", *self._owned[x]])
             if x in self._program.roots:
-                return _attribute(["self", f"{CONSTANT}{x.number}"])
+                return _attribute(["self", f"{CONSTANT}{abs(x.number)}"])
             return ast.Name(_name(x), ast.Load())
         if isinstance(x, tuple):
             return ast.Tuple([self._expression(item) for item in x], ast.Load())
@@ -182,6 +192,19 @@ class _Writer:
             found = found if found.isidentifier() else f"given_{len(self._names)}"
             self._names[found] = value
         return ast.Name(found, ast.Load())
+
+
+@contextlib.contextmanager
+def _with_copied_buffers(module: torch.nn.Module) -> Iterator[None]:
+    """Let a module change copies of its buffers: the first of two equal calls has changed them."""
+    own = [(part._buffers, name, x) for part in module.modules() for name, x in part._buffers.items() if x is not None]
+    for buffers, name, x in own:
+        buffers[name] = x.clone()
+    try:
+        yield
+    finally:
+        for buffers, name, x in own:
+            buffers[name] = x
 
 
 class _Autocast:

@@ -5,6 +5,7 @@ script. Each must have the bits that it had in the script. So whatever else chan
 the script, which nobody thought of, is found here.
 """
 
+import functools
 import inspect
 from collections.abc import Mapping
 from functools import partial
@@ -28,31 +29,47 @@ def check_rerun(training: Training) -> None:
       UserError: A loss, a gradient or a parameter has other bits than in the script.
     """
     set_start(training)
-    optimizer = new_optimizer(training)
+    turns = training.of_turns
+    optimizers = {id(turn.optimizer): new_optimizer(turn) for turn in turns}
+    updates, carried = [iter(turn.recording.updates) for turn in turns], [turn.first_carried() for turn in turns]
+    for number in range(len(training.recording.updates)):
+        i = number % len(turns)
+        optimizer = optimizers[id(turns[i].optimizer)]
+        _check_update(turns[i], number, next(updates[i]), optimizer, carried[i])
+
+
+def _check_update(
+    training: Training,
+    number: int,
+    update: Update,
+    optimizer: torch.optim.Optimizer,
+    carried: Mapping[str, torch.Tensor],
+) -> None:
+    for part in training.modules.values():
+        part.zero_grad(set_to_none=True)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    carried = training.first_carried()
-    for number, update in enumerate(training.recording.updates):
-        optimizer.zero_grad(set_to_none=True)
-        scaler = _scaler(update)
-        for backward in update.backwards:
-            loss = _loss(training, backward, carried)
-            if not torch.equal(loss.detach(), backward.loss) and not (loss.isnan() & backward.loss.isnan()).all():
-                raise _differs("the loss", number, backward.line)
-            scaler.scale(loss).backward()
-        if update.scale is not None:
-            scaler.unscale_(optimizer)
-        for clip in update.clips:
-            _clip(clip, parameters)
-        if update.optimizer is None:
-            continue
-        assert update.line is not None
-        if [digest(p.grad) for p in parameters] != update.gradients:
-            raise _differs("a gradient", number, update.line)
-        for group, settings in zip(optimizer.param_groups, update.settings, strict=True):
-            group.update(settings)
-        optimizer.step()
-        if [digest(p) for p in parameters] != update.after:
-            raise _differs("a parameter", number, update.line)
+    scaler = _scaler(update)
+    for backward in update.backwards:
+        losses = _losses(training, backward, carried)
+        loss = functools.reduce(torch.add, losses).detach()
+        if not torch.equal(loss, backward.loss) and not (loss.isnan() & backward.loss.isnan()).all():
+            raise _differs("the loss", number, backward.line)
+        for part in losses:
+            scaler.scale(part).backward(retain_graph=part is not losses[-1])
+    if update.scale is not None:
+        scaler.unscale_(optimizer)
+    for clip in update.clips:
+        _clip(clip, parameters)
+    if update.optimizer is None:
+        return
+    assert update.line is not None
+    if [digest(p.grad) for p in parameters] != update.gradients:
+        raise _differs("a gradient", number, update.line)
+    for group, settings in zip(optimizer.param_groups, update.settings, strict=True):
+        group.update(settings)
+    optimizer.step()
+    if [digest(p) for p in parameters] != update.after:
+        raise _differs("a parameter", number, update.line)
 
 
 def set_start(training: Training) -> None:
@@ -68,12 +85,13 @@ def set_start(training: Training) -> None:
                 x.grad = None
 
 
-def _loss(training: Training, backward: Backward, carried: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _losses(training: Training, backward: Backward, carried: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the losses that `backward` is called on."""
     inputs = training.inputs(backward)
     restore = partial(_restore, backward.program)
     module = recorded_module(backward.program, training.modules, inputs, carried, restore=restore)
-    loss: torch.Tensor = module(**inputs.batch_of(backward))
-    return loss
+    found = module(**inputs.batch_of(backward))
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _restore(program: Program, i: int) -> None:

@@ -26,7 +26,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.port.calls import OF_BATCH, Value, tensors_in
 from jaxtrain.port.recorder import Recorder, recorded_calls
 from jaxtrain.port.recording import Backward, Clip, Leaf, Pass, Recording, Update
-from jaxtrain.port.refused import Refused, Stop
+from jaxtrain.port.refused import Refused, Stop, refused_at
 from jaxtrain.port.short_passes import short_pass
 from jaxtrain.torch_import import Line
 
@@ -214,11 +214,12 @@ class Watch:
 
     def around_module(self, module: torch.nn.Module, call: Callable[[], Any]) -> Any:
         """Call a module; keep what its parameters and buffers are before the first update."""
-        if self.recording.updates or self._update.backwards:
-            return call()
-        if not self._started and torch.is_grad_enabled():
-            self.recorder.forget_writes()
+        has_begun = bool(self.recording.updates or self._update.backwards)
         tensors = [*module.parameters(), *module.buffers()]
+        if has_begun:
+            tensors = [x for x in tensors if id(x) not in self.recording.start]
+        elif not self._started and torch.is_grad_enabled():
+            self.recorder.forget_writes()
         with self.recorder.inside():
             for x in tensors:
                 if self._started.get(id(x)) != x._version:
@@ -232,9 +233,9 @@ class Watch:
         """Record the program of a loss, and compute its gradients."""
         line = self.recorder.line()
         if args or any(value is not None and value is not False for value in kwargs.values()):
-            raise Refused("backward() with arguments", line, "call it without any")
+            raise Refused(refused_at("backward() with arguments", line, "call it without any"))
         if loss.numel() != 1:
-            raise Refused("backward() of a tensor that is no scalar", line, "reduce the loss to a scalar")
+            raise Refused(refused_at("backward() of a tensor that is no scalar", line, "reduce the loss to a scalar"))
         unscaled, scale = self._scaled.pop(id(loss), (loss, None))
         with self.recorder.inside():
             self._update.backwards.append(self.program(unscaled, scale, line))
@@ -249,7 +250,9 @@ class Watch:
             self.backward(tensors, *args, **kwargs)
         else:
             raise Refused(
-                "torch.autograd.backward of several tensors", self.recorder.line(), "add them, and call backward()"
+                refused_at(
+                    "torch.autograd.backward of several tensors", self.recorder.line(), "add them, and call backward()"
+                )
             )
 
     def program(self, loss: torch.Tensor, scale: float | None, line: Line) -> Backward:
@@ -296,14 +299,16 @@ class Watch:
         closure = next((x for x in (*args[1:], *kwargs.values()) if x is not None), None)
         if closure is not None:
             if isinstance(optimizer, torch.optim.LBFGS):
-                raise Refused("LBFGS.step(closure)", line, "use an optimizer that takes one gradient")
+                raise Refused(refused_at("LBFGS.step(closure)", line, "use an optimizer that takes one gradient"))
             with torch.enable_grad():
                 loss = closure()
             closure = lambda: loss  # noqa: E731
         self._in_step.enter_context(self.recorder.inside())
         if not self._update.backwards:
             raise Refused(
-                f"{type(optimizer).__name__}.step() without backward()", line, "let backward() compute gradients"
+                refused_at(
+                    f"{type(optimizer).__name__}.step() without backward()", line, "let backward() compute gradients"
+                )
             )
         self._update.optimizer, self._update.line = optimizer, line
         self._update.settings = _settings(optimizer)
@@ -332,7 +337,9 @@ class Watch:
             if self.recorder.is_inside:  # of its constructor, or of a scheduler that contains it
                 return step(scheduler, *args, **kwargs)
             if args or kwargs:
-                raise Refused(f"{type(scheduler).__name__}.step with arguments", line, "call it without any")
+                raise Refused(
+                    refused_at(f"{type(scheduler).__name__}.step with arguments", line, "call it without any")
+                )
             with self.recorder.inside():
                 result = step(scheduler)
             self._update.schedulers.append((scheduler, line))
@@ -356,7 +363,7 @@ class Watch:
     def _scale(self, scale: Callable[..., Any]) -> Callable[..., Any]:
         def scaled(scaler: Any, outputs: Any) -> Any:
             if not isinstance(outputs, torch.Tensor):
-                raise Refused("GradScaler.scale of several tensors", self.recorder.line(), "scale one loss")
+                raise Refused(refused_at("GradScaler.scale of several tensors", self.recorder.line(), "scale one loss"))
             with self.recorder.inside():
                 result = scale(scaler, outputs)
                 if result is not outputs:

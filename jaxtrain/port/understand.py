@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from jaxtrain.errors import UserError
-from jaxtrain.port.cut import Cut, cut
+from jaxtrain.port.cut import Cut, Feed, Shape, cut
 from jaxtrain.port.inputs import Inputs, free, of_batches
 from jaxtrain.port.recorder import has_tensors
 from jaxtrain.port.recording import Backward, Clip, Leaf, Recording, Update
 from jaxtrain.port.refused import refused_at
 from jaxtrain.port.same_program import check_same
+from jaxtrain.port.turns import cycle_of, of_turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,7 @@ class Training:
       loader: Number of the DataLoader; None for data that the script gives.
       rows: Rows of a micro-batch; 1 for data that the script gives, whose rows are micro-batches.
       cut: What the script gives; None for the data of a DataLoader.
+      turns: The trainings of several optimizers that take turns, of which this is the first; none for one optimizer.
     """
 
     recording: Recording
@@ -55,13 +57,30 @@ class Training:
     loader: int | None = None
     rows: int = 1
     cut: Cut | None = None
+    turns: tuple["Training", ...] = ()
+
+    @property
+    def of_turns(self) -> tuple["Training", ...]:
+        """The trainings of the turns: this one alone for one optimizer."""
+        return self.turns or (self,)
+
+    def feed(self) -> Feed:
+        """Return what the script gives to the updates of a run."""
+        cuts = tuple(training.cut for training in self.of_turns if training.cut is not None)
+        if not self.turns:
+            return Feed(cuts, {})
+        firsts = [training.inputs(b).batch_of(b) for training in self.turns for b, _ in training.programs[:1]]
+        empty = {f"{i}.{name}": Shape.of(x) for i, batch in enumerate(firsts) for name, x in batch.items()}
+        return Feed(cuts, empty)
 
     def windows(self) -> list[tuple[Update, list[dict[str, torch.Tensor]]]]:
         """Return the micro-batches of each update, as a run takes them."""
-        found = []
-        for update in self.recording.updates:
-            window = [self.inputs(backward).batch_of(backward) for backward in update.backwards]
-            found.append((update, window if self.cut is None else self.cut.completed(window, update.settings)))
+        found, feed, updates = [], self.feed(), [iter(training.recording.updates) for training in self.of_turns]
+        for i in range(len(self.recording.updates)):
+            turn = i % len(self.of_turns)
+            update, inputs = next(updates[turn]), self.of_turns[turn].inputs
+            window = [inputs(backward).batch_of(backward) for backward in update.backwards]
+            found.append((update, feed.given(turn, window, update.settings) if feed.cuts else window))
         return found
 
     def first_carried(self) -> dict[str, torch.Tensor]:
@@ -82,11 +101,44 @@ def understood(recording: Recording) -> Training:
     Raises:
       UserError: It is something else; the message names the line.
     """
-    optimizer = _only_optimizer(recording)
+    optimizers = _optimizers(recording)
+    if len(optimizers) > 1:
+        return _in_turn(recording, optimizers)
     try:
-        return _with_loader(recording, optimizer)
+        return _with_loader(recording, *optimizers)
     except UserError:
-        return _with_cut(recording, optimizer)
+        return _with_cut(recording, *optimizers)
+
+
+def _in_turn(recording: Recording, optimizers: Sequence[torch.optim.Optimizer]) -> Training:
+    """Return a training of several optimizers that take turns."""
+    count = cycle_of(recording.updates)
+    modules = _modules(recording, [b for update in recording.updates for b in update.backwards], *optimizers)
+    found = []
+    for turn in range(count):
+        (optimizer,) = _optimizers(of_turn(recording, turn, count), all_step=False)
+        found.append(_with_cut(of_turn(recording, turn, count), optimizer, modules))
+    for training in found:
+        _check_turn(training)
+    return replace(found[0], recording=recording, turns=tuple(found))
+
+
+def _check_turn(training: Training) -> None:
+    """Refuse what a turn of several cannot have."""
+    backward = training.programs[0][0]
+    repeated = next((c for c in backward.program.calls if c.is_repeated and c.random is not None), None)
+    problems = {
+        "several optimizers and a GradScaler": training.is_scaled and backward.line,
+        "several optimizers and clipping": training.clip is not None and training.clip.line,
+        "several optimizers, and learning rates that change": training.cut is not None
+        and bool(training.cut.rates)
+        and backward.line,
+        "several optimizers, and batches that differ in size": len(training.programs) > 1 and backward.line,
+        "random numbers that two updates share": repeated is not None and repeated.line,
+    }
+    for problem, line in problems.items():
+        if line:
+            raise refused_at(problem, line, "this is not carried over; leave one of them out")
 
 
 def _with_loader(recording: Recording, optimizer: torch.optim.Optimizer) -> Training:
@@ -121,9 +173,12 @@ def _with_loader(recording: Recording, optimizer: torch.optim.Optimizer) -> Trai
     )
 
 
-def _with_cut(recording: Recording, optimizer: torch.optim.Optimizer) -> Training:
+def _with_cut(
+    recording: Recording, optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module] | None = None
+) -> Training:
     """Return a training whose data are those that the script gives."""
-    modules = _modules(recording, [b for update in recording.updates for b in update.backwards], optimizer)
+    if modules is None:
+        modules = _modules(recording, [b for update in recording.updates for b in update.backwards], optimizer)
     backwards, found = cut(recording, modules)
     programs = _programs(backwards, found.inputs)
     _check_modes(backwards, modules)
@@ -174,28 +229,24 @@ def _training(
     )
 
 
-def _only_optimizer(recording: Recording) -> torch.optim.Optimizer:
+def _optimizers(recording: Recording, *, all_step: bool = True) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that step, in their order."""
     updates = recording.updates
-    found = {id(update.optimizer): update for update in updates if update.optimizer is not None}
+    found = {id(update.optimizer): update.optimizer for update in updates if update.optimizer is not None}
     if not found:
         raise refused_at(
             "every update was skipped by the GradScaler", updates[0].line, "give --updates a larger number"
         )
-    if len(found) > 1:
-        other = [*found.values()][1]
-        raise refused_at("a second optimizer steps", other.line, "one optimizer can be carried over")
     waiting = [line for key, line in recording.optimizers.items() if key not in found]
-    if waiting:
+    if waiting and all_step:
         raise refused_at(
             f"an optimizer made no step in {len(updates)} updates", waiting[0], "give --updates a larger number"
         )
-    (update,) = found.values()
-    assert update.optimizer is not None
-    return update.optimizer
+    return [*found.values()]
 
 
 def _modules(
-    recording: Recording, backwards: Sequence[Backward], optimizer: torch.optim.Optimizer
+    recording: Recording, backwards: Sequence[Backward], *optimizers: torch.optim.Optimizer
 ) -> dict[str, torch.nn.Module]:
     """Return the outermost modules that programs call or read, or that are trained, by the script's names."""
     called = {
@@ -205,7 +256,7 @@ def _modules(
         if isinstance(c.function, torch.nn.Module)
     }
     read = {key for b in backwards for value, key in b.interval.identities.items() if value in b.program.roots}
-    read |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+    read |= {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     named = {name if name != "self" else type(part).__name__.lower(): part for name, part in recording.modules.items()}
     known = {id(part) for part in named.values()}
     for part in called.values():
@@ -222,14 +273,13 @@ def _modules(
         )
     }
     own = {id(x) for part in used.values() for x in part.parameters()}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if id(p) not in own:
-                raise refused_at(
-                    f"a trained tensor {list(p.shape)} belongs to no module",
-                    recording.optimizers.get(id(optimizer)),
-                    "make it a parameter of a torch.nn.Module",
-                )
+    for optimizer, p in ((o, p) for o in optimizers for group in o.param_groups for p in group["params"]):
+        if id(p) not in own:
+            raise refused_at(
+                f"a trained tensor {list(p.shape)} belongs to no module",
+                recording.optimizers.get(id(optimizer)),
+                "make it a parameter of a torch.nn.Module",
+            )
     return used
 
 

@@ -37,12 +37,15 @@ def write(result: Ported, script: Path, args: Sequence[str], folder: Path) -> li
             (folder / f"shape_{i}" / "params.safetensors").unlink()  # those of the first one
         else:
             shutil.rmtree(folder / f"shape_{i}")
+    for i, turn in enumerate(result.turns[1:], 2):
+        _save_source(turn.model, folder / f"turn_{i}")
+        (folder / f"turn_{i}" / "params.safetensors").unlink()
     text = recipe_source(result, script, args, of_shapes)
-    if result.model.state is not None:
-        save_file({name: jnp.asarray(x) for name, x in result.model.state.items()}, folder / "state.safetensors")
+    if state := result.state():
+        save_file({name: jnp.asarray(x) for name, x in state.items()}, folder / "state.safetensors")
         written.append(folder / "state.safetensors")
     if training.cut is not None:
-        (folder / INPUTS).write_text(training.cut.as_json(), encoding="utf-8")
+        (folder / INPUTS).write_text(training.feed().as_json(), encoding="utf-8")
         written.append(folder / INPUTS)
     (folder / "run.py").write_text(text, encoding="utf-8")
     return [folder / "run.py", *written]

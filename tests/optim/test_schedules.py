@@ -424,7 +424,7 @@ def test_the_rate_of_a_metric_is_that_of_a_schedule(accumulate):
 
 def test_a_rate_that_the_loss_function_does_not_return_is_refused():
     step = jt.train_step(lambda params, batch, rng: (jt.Loss(params.sum(), 1), {}), sgd(rate_of_metric("rate")))
-    with pytest.raises(UserError, match="loss_fn returns no metric 'rate': return it, as in {'rate': rate}"):
+    with pytest.raises(UserError, match=r"loss_fn returns no metric 'rate': return it, as in \{'rate': rate\}"):
         step(step.init(jnp.ones(2)), {"x": jnp.ones(2)})
 
 
