@@ -18,7 +18,7 @@ from rich.console import Console
 
 from jaxtrain.cost import flops
 from jaxtrain.interop import NameTable
-from jaxtrain.port import micro_batch
+from jaxtrain.port import micro_batch, shapes
 from jaxtrain.port.cut import PADDING, TURN
 from jaxtrain.port.ported import Ported, program_module
 from jaxtrain.port.recipe_source import PRECISIONS
@@ -67,7 +67,8 @@ def prove(result: Ported, folder: Path, name: str) -> Proof:
     write_page(folder / "proof.html", environment(), [page_case(Result(case, "fp64", settings_of(case), examination))])
     worst = f"losses {found.loss_rel:.0e}, gradients {found.grad_rel_max:.0e}, parameters {found.param_rel_max:.0e}"
     changed = _changed_settings(result, load_recipe(f"{folder / 'run.py'}::Run")[1])
-    changed += [line for i in range(1, len(result.training.programs)) for line in _of_shape(result, folder, name, i)]
+    others = () if result.turns else range(1, len(result.training.programs))  # turns have batches of all shapes
+    changed += [line for i in others for line in _of_shape(result, folder, name, i)]
     passed = found.passed and not changed
     answer = "equal" if passed else "NOT EQUAL"
     lines = [f"{case.settings['steps']} updates in float64: {worst}        {answer}", *found.faults, *changed]
@@ -98,8 +99,8 @@ def _of_shape(result: Ported, folder: Path, name: str, shape: int) -> list[str]:
         faults = examine(case, "fp64", steps=1).verdict.faults
     except (TypeError, ValueError) as error:  # of the written model, whose shapes are those of the first batch
         faults = (str(error).partition("\n")[0],)
-    shapes = result.others[shape - 1][0]
-    return [f"batches of {shapes}: {fault}; give the DataLoader drop_last=True" for fault in faults]
+    of_batch = result.others[shape - 1][0]
+    return [f"batches of {of_batch}: {fault}; give the DataLoader drop_last=True" for fault in faults]
 
 
 def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case:
@@ -118,7 +119,7 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case
     recipe = shortened(load_recipe(f"{folder / 'run.py'}::Run")[1], training)
     task = recipe.task()
     is_frozen = frozen(recipe, task)
-    shapes = task.shapes()
+    like = task.shapes()
     expression = optimizer_expression(recipe)
     ours = recipe_optimizer(recipe, task.no_decay or (lambda path: False))
     windows, settings = _windows(result, shape)
@@ -128,7 +129,7 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case
         scheduler = None
     else:
         torch_loss, torch_optimizer = _loss(training), partial(_optimizer, result, settings[0])
-        moments, scheduler = moments_of(expression, ours, shapes.params), partial(_Recorded, settings)
+        moments, scheduler = moments_of(expression, ours, like.params), partial(_Recorded, settings)
     side = Optimizer(type(training.optimizer).__name__, torch_optimizer, ours, moments, scheduler)
     tables = [turn.model.state_names for turn in (result.turns or (result,)) if turn.model.state_names is not None]
     return _Case(
@@ -136,19 +137,19 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case
         torch_model=partial(_started, result, module),
         torch_loss=torch_loss,
         loss_fn=without_frozen(task.loss_fn, is_frozen),
-        params_like=shapes.params,
+        params_like=like.params,
         names=model.names,
         batch=lambda seed, rows: {name: x[:rows] for name, x in windows[seed % len(windows)].items()},
         rows=len(next(iter(windows[0].values()))),
         windows=windows,
         optimizer=frozen_too(side, is_frozen),
         clip_norm=recipe.clip_norm,
-        state_like=shapes.model_state,
+        state_like=like.model_state,
         buffers=NameTable({path: x for table in tables for path, x in table.params.items()}) if tables else None,
         settings={"accumulate": recipe.accumulate, "steps": len(training.recording.updates)},
         precision=recipe.precision,
         module=module,
-        is_large=flops(task.loss_fn, shapes.params, windows[0], jax.random.key(0), *_state(shapes)) > _LARGE,
+        is_large=flops(task.loss_fn, like.params, windows[0], jax.random.key(0), *_state(like)) > _LARGE,
     )
 
 
@@ -169,42 +170,42 @@ def _loss_of_turns(
     result: Ported, module: torch.nn.Module
 ) -> Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], tuple[torch.Tensor, Any]]:
     """Return the loss of the turn of a batch; the module gets the constants of all turns."""
-    forwards = []
+    forwards: list[dict[str, Any]] = []
     for turn in result.turns:
-        forwards.append(type(turn.module).forward)
-        for name, x in turn.module.named_buffers(recurse=False):
+        programs = [program_module(turn.training, i) for i in range(len(turn.training.programs))]
+        batches = [inputs.batch_of(backward) for backward, inputs in turn.training.programs]
+        forwards.append({shapes(batch): type(p).forward for batch, p in zip(batches, programs, strict=True)})
+        for name, x in (pair for p in programs for pair in p.named_buffers(recurse=False)):
             module.register_buffer(name, x, persistent=False)
 
     def loss(module: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
         read = micro_batch(batch)
         i = int(read[TURN])
-        return forwards[i](module, **{n.removeprefix(f"{i}."): x for n, x in read.items() if n.startswith(f"{i}.")}), 1
+        own = {name.removeprefix(f"{i}."): x for name, x in read.items() if name.startswith(f"{i}.")}
+        return forwards[i][shapes(own)](module, **own), 1
 
     return loss
 
 
 class _InTurn(torch.optim.Optimizer):
-    """Optimizers of which one steps at each turn of a cycle."""
+    """Optimizers of which one steps in each update."""
 
-    def __init__(self, cycle: Sequence[torch.optim.Optimizer]) -> None:
-        groups = {id(group): group for optimizer in cycle for group in optimizer.param_groups}
-        super().__init__([p for group in groups.values() for p in group["params"]], {})
-        self._cycle, self._count = cycle, 0
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], order: Sequence[int]) -> None:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        super().__init__([p for group in groups for p in group["params"]], {})
+        self._optimizers, self._order, self._count = optimizers, order, 0
 
     def step(self, closure: Any = None) -> None:
         """Update by the optimizer of this turn."""
-        self._cycle[self._count % len(self._cycle)].step()
+        self._optimizers[self._order[self._count]].step()
         self._count += 1
 
 
 def _optimizer_of_turns(result: Ported, named: Sequence[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
     """Return the script's optimizers, which take turns."""
-    named, made = [*named], dict[int, torch.optim.Optimizer]()
-    for turn in result.turns:
-        theirs = turn.training.optimizer
-        if id(theirs) not in made:
-            made[id(theirs)] = _optimizer(turn, turn.training.recording.updates[0].settings, named)
-    return _InTurn([made[id(turn.training.optimizer)] for turn in result.turns])
+    named = [*named]
+    made = [_optimizer(turn, turn.training.recording.updates[0].settings, named) for turn in result.turns]
+    return _InTurn(made, [turn for turn, _ in result.training.by_turn()])
 
 
 def _nothing(module: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -236,8 +237,8 @@ _LARGE = 10**8
 """FLOPs of a loss whose program is worth optimizing."""
 
 
-def _state(shapes: Any) -> list[Any]:
-    return [] if shapes.model_state is None else [shapes.model_state]
+def _state(like: Any) -> list[Any]:
+    return [] if like.model_state is None else [like.model_state]
 
 
 def shortened(recipe: Recipe, training: Any) -> Recipe:
@@ -295,10 +296,10 @@ def _windows(result: Ported, shape: int) -> tuple[list[dict[str, np.ndarray]], l
     """
     training, windows, settings = result.training, [], []
     first, inputs = training.programs[shape]
-    shapes = {} if training.turns else {name: x.shape for name, x in inputs.batch_of(first).items()}
+    sizes = {} if training.turns else {name: x.shape for name, x in inputs.batch_of(first).items()}
     join = np.concatenate if training.cut is None else np.stack
     for update, window in training.windows():
-        if all(micro[name].shape == shapes[name] for micro in window for name in shapes):
+        if all(micro[name].shape == sizes[name] for micro in window for name in sizes):
             windows.append({name: join([np.asarray(micro[name]) for micro in window]) for name in window[0]})
             settings.append(update.settings)
     if training.cut is None or not training.cut.rates:  # a schedule, which counts all updates that were not skipped

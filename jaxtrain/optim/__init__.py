@@ -41,7 +41,7 @@ from jaxtrain.optim.radam import radam
 from jaxtrain.optim.rmsprop import rmsprop
 from jaxtrain.optim.rprop import rprop
 from jaxtrain.optim.sgd import sgd
-from jaxtrain.optim.turns import at_turns
+from jaxtrain.optim.turns import at_turn
 from jaxtrain.step import scale_by_learning_rate, used_learning_rate, used_learning_rates
 
 __all__ = [
@@ -56,7 +56,7 @@ __all__ = [
     "adamw8bit",
     "all_but",
     "asgd",
-    "at_turns",
+    "at_turn",
     "groups",
     "muon",
     "nadam",

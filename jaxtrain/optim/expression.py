@@ -31,7 +31,7 @@ from jaxtrain.optim.radam import radam
 from jaxtrain.optim.rmsprop import rmsprop
 from jaxtrain.optim.rprop import rprop
 from jaxtrain.optim.sgd import sgd
-from jaxtrain.optim.turns import at_turns
+from jaxtrain.optim.turns import at_turn
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "adadelta": adadelta,
@@ -43,7 +43,7 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "adamw": adamw,
     "adamw8bit": adamw8bit,
     "asgd": asgd,
-    "at_turns": at_turns,
+    "at_turn": at_turn,
     "muon": muon,
     "nadam": nadam,
     "radam": radam,

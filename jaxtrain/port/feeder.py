@@ -24,7 +24,7 @@ from jaxtrain.port.kept_files import kept_files
 from jaxtrain.port.recording import Backward
 from jaxtrain.port.refused import Refused, refused_at
 from jaxtrain.port.script import Watch, digest, run
-from jaxtrain.port.turns import joined
+from jaxtrain.port.turns import Turns
 
 
 class Feeder(Watch):
@@ -41,9 +41,9 @@ class Feeder(Watch):
         super().__init__(str(script.resolve()), 0, lambda _: None)
         self._feed, self._send, self._shift = feed, send, shift
         self._own: list[Backward] = []  # of this update
-        self._before: list[Backward] = []  # of those before in its cycle
+        self._turns = Turns()
         self._last: dict[int, Backward] = {}  # by turn
-        self._count, self._has_begun = 0, False
+        self._has_begun = False
         self._answers: dict[Any, Any] = {}
         self.recorder.answer = self._answer
 
@@ -94,9 +94,10 @@ class Feeder(Watch):
         self._in_step.close()
 
     def _send_window(self, optimizer: Any) -> None:
-        turn = self._count % len(self._feed.cuts)
-        found, window = self._feed.cuts[turn], []
-        backwards = self._own if not self._feed.empty else [joined(self._before, self._own)] if self._own else []
+        turn = [*self.recording.optimizers].index(id(optimizer)) if self._feed.empty else 0
+        found, window, backwards = self._feed.cuts[turn], [], self._own
+        if self._feed.empty and self._own:
+            backwards = [self._turns.joined(turn, self._own)]
         for backward in backwards:
             read = found.read(backward, self._last.get(turn))
             for value, root in zip(read.program.roots, found.roots, strict=True):
@@ -109,8 +110,6 @@ class Feeder(Watch):
         if window:
             for micro_batch in self._feed.given(turn, window, optimizer.param_groups):
                 self._send({name: x.cpu() for name, x in micro_batch.items()})
-        self._count += 1
-        self._before = [] if self._count % len(self._feed.cuts) == 0 else [*self._before, *self._own]
         self._own = []
 
     def _answer(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -59,11 +59,10 @@ def ported(training: Training, *, in_turn: bool = False) -> Ported:
 def _in_turn(training: Training, turns: Sequence[Ported]) -> Ported:
     """Return the models of several optimizers, which update at their turns."""
     optimizer: dict[str, Call] = {}
-    for turn in turns:
-        theirs = [i for i, other in enumerate(training.turns) if other.optimizer is turn.training.optimizer]
+    for i, turn in enumerate(turns):
         assert not isinstance(turn.optimizer, Call)
         for paths, call in turn.optimizer.items():
-            optimizer[paths] = Call("at_turns", {"optimizer": call, "turns": theirs, "every": len(turns)})
+            optimizer[paths] = Call("at_turn", {"optimizer": call, "turn": i})
         if turn.model.params.keys() != turns[0].model.params.keys():
             line = turn.training.programs[0][0].line
             raise refused_at("several optimizers, and layers that are a loop in one program alone", line, "")

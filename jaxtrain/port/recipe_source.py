@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from jaxtrain.optim import Call, format_expression
-from jaxtrain.port.cut import PADDING
+from jaxtrain.port.cut import PADDING, TURN
 from jaxtrain.port.ported import Ported
 from jaxtrain.port.refused import refused_at
 from jaxtrain.port.understand import Training
@@ -17,14 +17,16 @@ INPUTS = "inputs.json"
 """File of what a script gives to its programs."""
 
 
-def recipe_source(result: Ported, script: Path, args: Sequence[str], of_shapes: Mapping[str, str]) -> str:
+def recipe_source(
+    result: Ported, script: Path, args: Sequence[str], models: Sequence[tuple[str, Mapping[str, str]]]
+) -> str:
     """Return the text of `run.py`.
 
     Args:
       result: The script.
       script: Its file.
       args: Its arguments.
-      of_shapes: Folders of the models for batches of other shapes, by these.
+      models: Folder of the model of each turn, and those of its models for batches of other shapes, by these.
     """
     command = " ".join([script.name, *args])
     line = result.training.programs[0][0].line
@@ -48,7 +50,7 @@ HERE = Path(__file__).parent
 SCRIPT = Path({str(script.resolve())!r})
 ARGS = {[*args]!r}
 
-{_model_source(result, of_shapes)}
+{_model_source(models)}
 
 
 {_loss_source(result)}
@@ -70,15 +72,14 @@ class Run(jt.Recipe):
 '''
 
 
-def _model_source(result: Ported, of_shapes: Mapping[str, str]) -> str:
-    """Return the text of the model."""
-    if result.turns:
-        folders = ["", *(f' / "turn_{i}"' for i in range(2, len(result.turns) + 1))]
-        models = ", ".join(f'port.model(HERE{folder} / "model.py")' for folder in folders)
-        return f"models = [{models}]"
-    pairs = ", ".join(f'"{shape}": HERE / "{name}" / "model.py"' for shape, name in of_shapes.items())
-    others = f", {{{pairs}}}" if pairs else ""
-    return f'model = port.model(HERE / "model.py"{others})'
+def _model_source(models: Sequence[tuple[str, Mapping[str, str]]]) -> str:
+    """Return the text of the model, or of the models of turns."""
+    found = []
+    for name, of_shapes in models:
+        pairs = ", ".join(f'"{shape}": HERE / "{other}/model.py"' for shape, other in of_shapes.items())
+        path = f"{name}/model.py" if name else "model.py"
+        found.append(f'port.model(HERE / "{path}"' + (f", {{{pairs}}})" if pairs else ")"))
+    return f"model = {found[0]}" if len(found) == 1 else f"models = [{', '.join(found)}]"
 
 
 def _loss_source(result: Ported) -> str:
@@ -88,7 +89,8 @@ def _loss_source(result: Ported) -> str:
     of_window = "" if k == 1 else f"; the gradients of the {k} of an update are added"
     lines = [f'"""Return the loss of a micro-batch{of_window}."""']
     if found is not None:
-        metrics = ", ".join(f'"{name}": batch["{name}"]' for name in dict.fromkeys(found.rates))
+        returned = [*dict.fromkeys(found.rates), *([TURN] if result.turns else [])]
+        metrics = ", ".join(f'"{name}": batch["{name}"]' for name in returned)
         lines.append("batch = port.micro_batch(batch)")
     model = "port.at_turn(models)" if result.turns else "model"
     lines.append(
@@ -155,8 +157,8 @@ def _settings(result: Ported) -> dict[str, tuple[str, Any, str]]:
         found["precision"] = ("str", PRECISIONS[training.autocast], _at(_first_autocast(training)))
     if (scale := _loss_scale(training)) is not None:
         found["loss_scale"] = ("str | None", scale, "")
-    if len(training.programs) > 1:
-        found["allow_recompile"] = ("int", len(training.programs) - 1, "batches differ in size")
+    if more := sum(len(turn.programs) - 1 for turn in training.of_turns):
+        found["allow_recompile"] = ("int", more, "batches differ in size")
     return found
 
 

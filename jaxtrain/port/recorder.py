@@ -147,6 +147,8 @@ class Recorder(TorchFunctionMode):
             found = [(path, x) for path, x in tensors_in(result) if id(x) not in self._numbers]
             writes = tuple(self.value(x) for x, version in zip(given, versions, strict=True) if _version(x) != version)
             random = None if torch.equal(before, torch.get_rng_state()) else before
+            if getattr(function, "__name__", "") == "requires_grad_":
+                writes = (self.value(given[0]),)
             if found or writes:
                 results = tuple((path, self.value(x)) for path, x in found)
                 for value in (*(value for _, value in results), *writes):

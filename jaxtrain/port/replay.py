@@ -105,11 +105,7 @@ class _Writer:
     def _statements(self, i: int, call: Call) -> list[ast.stmt]:
         """Return the statements of a call, with the script's line."""
         self._like = next((x for x in call.reads() if not x.is_number), None)
-        value: ast.expr = ast.Call(
-            self._callee(call.function),
-            [self._expression(x) for x in call.args],
-            [ast.keyword(name, self._expression(x)) for name, x in call.kwargs.items()],
-        )
+        value = self._called(call)
         statements: list[ast.stmt]
         if len(call.results) == 1 and not call.results[0][0]:
             statements = [ast.Assign([ast.Name(_name(call.results[0][1]), ast.Store())], value)]
@@ -132,6 +128,15 @@ class _Writer:
                     node.lineno = node.end_lineno = call.line.number
                     node.col_offset = node.end_col_offset = 0
         return statements
+
+    def _called(self, call: Call) -> ast.expr:
+        """Return a call, or the attribute of a tensor that it reads, as an expression."""
+        args = [self._expression(x) for x in call.args]
+        attribute = getattr(getattr(call.function, "__self__", None), "__name__", "")
+        if getattr(call.function, "__name__", "") == "__get__" and attribute.isidentifier():
+            return ast.Attribute(args[0], attribute, ast.Load())
+        keywords = [ast.keyword(name, self._expression(x)) for name, x in call.kwargs.items()]
+        return ast.Call(self._callee(call.function), args, keywords)
 
     def _contexts(self, call: Call) -> Iterator[ast.expr]:
         if not call.ambient.grad:

@@ -30,12 +30,9 @@ def check_rerun(training: Training) -> None:
     """
     set_start(training)
     turns = training.of_turns
-    optimizers = {id(turn.optimizer): new_optimizer(turn) for turn in turns}
-    updates, carried = [iter(turn.recording.updates) for turn in turns], [turn.first_carried() for turn in turns]
-    for number in range(len(training.recording.updates)):
-        i = number % len(turns)
-        optimizer = optimizers[id(turns[i].optimizer)]
-        _check_update(turns[i], number, next(updates[i]), optimizer, carried[i])
+    optimizers, carried = [new_optimizer(turn) for turn in turns], [turn.first_carried() for turn in turns]
+    for number, (i, update) in enumerate(training.by_turn()):
+        _check_update(turns[i], number, update, optimizers[i], carried[i])
 
 
 def _check_update(

@@ -1,7 +1,7 @@
-"""Updates of several optimizers in turn: each turn of a cycle has a program and an optimizer of its own.
+"""Updates of several optimizers in turn: the updates of each optimizer are a program of their own.
 
-The losses that an update calls `backward` on are added. What a turn reads of the updates before in its cycle, as the
-output of a generator, its program computes again; the statistics of modules do not change then.
+The losses that an update calls `backward` on are added. What it reads of the updates of others before it, as the output
+of a generator, its program computes again; the statistics of modules do not change then.
 """
 
 import itertools
@@ -12,51 +12,54 @@ import torch
 
 from jaxtrain.port.calls import ALIAS, Ambient, Call, Interval, Origin, Value, mapped
 from jaxtrain.port.recording import Backward, Recording, Update
-from jaxtrain.port.refused import refused_at
 
-LONGEST = 16
-"""Updates of the longest cycle that is looked for."""
-
-
-def cycle_of(updates: Sequence[Update]) -> int:
-    """Return the number of updates after which the optimizers repeat.
-
-    Raises:
-      UserError: They do not.
-    """
-    order = [id(update.optimizer) for update in updates]
-    for count in range(1, min(LONGEST, len(order) // 2) + 1):
-        if all(order[i] == order[i % count] for i in range(len(order))):
-            return count
-    other = next(update for update in updates if id(update.optimizer) != order[0])
-    raise refused_at(
-        f"the optimizers take no turns that repeat in {len(updates)} updates",
-        other.line,
-        "give --updates a larger number",
-    )
+MOST = 64
+"""Calls of `backward` of other optimizers that a turn may read from."""
 
 
-def of_turn(recording: Recording, turn: int, count: int) -> Recording:
-    """Return the updates of a turn, each with one program.
+class Turns:
+    """Joins the calls of `backward` of updates, one update after another."""
+
+    def __init__(self) -> None:
+        self._all: list[Backward] = []
+        self._since: dict[int, list[Backward]] = {}
+
+    def joined(self, turn: int, own: Sequence[Backward]) -> Backward:
+        """Return the program of an update; it may read what was computed since the last one of its turn.
+
+        Args:
+          turn: Number of its optimizer.
+          own: Its calls of `backward`.
+        """
+        before = self._since.get(turn, self._all)
+        found = joined(before[-MOST:], own)
+        for other in self._since:
+            self._since[other] = [*self._since[other], *own][-MOST:]
+        self._all = [*self._all, *own][-MOST:]
+        self._since[turn] = []
+        return found
+
+
+def of_turns(recording: Recording, optimizers: Sequence[torch.optim.Optimizer]) -> list[Recording]:
+    """Return the updates of each optimizer, each with one program.
 
     Args:
       recording: The recording.
-      turn: Number of the turn.
-      count: Number of turns of a cycle.
+      optimizers: The optimizers, in the order in which they were made.
     """
-    updates = recording.updates
-    found = []
-    for i in range(turn, len(updates), count):
-        before = [b for update in updates[i - turn : i] for b in update.backwards]
-        found.append(replace(updates[i], backwards=[joined(before, updates[i].backwards)]))
-    return replace(recording, updates=found)
+    numbers = {id(optimizer): i for i, optimizer in enumerate(optimizers)}
+    turns, found = Turns(), [list[Update]() for _ in optimizers]
+    for update in recording.updates:
+        turn = numbers[id(update.optimizer)]
+        found[turn].append(replace(update, backwards=[turns.joined(turn, update.backwards)]))
+    return [replace(recording, updates=updates) for updates in found]
 
 
 def joined(before: Sequence[Backward], own: Sequence[Backward]) -> Backward:
     """Return the calls of `backward` of an update as one of the sum of their losses.
 
     Args:
-      before: Those of the updates before in its cycle.
+      before: Those of updates of other optimizers before it.
       own: Those of the update.
     """
     if not before and len(own) == 1:
@@ -69,7 +72,7 @@ def joined(before: Sequence[Backward], own: Sequence[Backward]) -> Backward:
     given: dict[Value, torch.Tensor] = {}
     identities: dict[Value, int] = {}
     for backward in (*before, *own):
-        memory |= backward.interval.memory
+        memory |= _memory(backward.interval.memory, memory)
         given |= backward.interval.given
         identities |= backward.interval.identities
     total, value = own[0].interval.loss, own[0].loss
@@ -116,6 +119,14 @@ def _with_versions(
         names = {**backward.names, **{alias: backward.names[x] for x, alias in new.items() if x in backward.names}}
         found.append(replace(backward, interval=of_interval, names=names))
     return found[: len(before)], found[len(before) :]
+
+
+def _memory(own: Mapping[Value, int], before: Mapping[Value, int]) -> dict[Value, int]:
+    """Return the memory of an interval's tensors: memory that was freed since the one before is another one."""
+    known = {place: before[value] for value, place in own.items() if value in before}
+    first = max(before.values(), default=0) + 1
+    new = {place: first + i for i, place in enumerate(dict.fromkeys(own.values())) if place not in known}
+    return {value: known.get(place, new.get(place, 0)) for value, place in own.items() if value not in before}
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from jaxtrain.port.recorder import has_tensors
 from jaxtrain.port.recording import Backward, Clip, Leaf, Recording, Update
 from jaxtrain.port.refused import refused_at
 from jaxtrain.port.same_program import check_same
-from jaxtrain.port.turns import cycle_of, of_turn
+from jaxtrain.port.turns import of_turns
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +75,20 @@ class Training:
 
     def windows(self) -> list[tuple[Update, list[dict[str, torch.Tensor]]]]:
         """Return the micro-batches of each update, as a run takes them."""
-        found, feed, updates = [], self.feed(), [iter(training.recording.updates) for training in self.of_turns]
-        for i in range(len(self.recording.updates)):
-            turn = i % len(self.of_turns)
-            update, inputs = next(updates[turn]), self.of_turns[turn].inputs
+        feed, found = self.feed(), []
+        for turn, update in self.by_turn():
+            inputs = self.of_turns[turn].inputs
             window = [inputs(backward).batch_of(backward) for backward in update.backwards]
             found.append((update, feed.given(turn, window, update.settings) if feed.cuts else window))
         return found
+
+    def by_turn(self) -> Iterator[tuple[int, Update]]:
+        """Yield the updates in the order of the script, each with the number of its optimizer."""
+        updates = [iter(training.recording.updates) for training in self.of_turns]
+        numbers = {id(training.optimizer): i for i, training in enumerate(self.of_turns)}
+        for update in self.recording.updates:
+            turn = numbers[id(update.optimizer)] if self.turns else 0
+            yield turn, next(updates[turn])
 
     def first_carried(self) -> dict[str, torch.Tensor]:
         """Return tensors of the shapes of those that an update keeps for the next one, by name."""
@@ -112,12 +119,12 @@ def understood(recording: Recording) -> Training:
 
 def _in_turn(recording: Recording, optimizers: Sequence[torch.optim.Optimizer]) -> Training:
     """Return a training of several optimizers that take turns."""
-    count = cycle_of(recording.updates)
+    skipped = next((update for update in recording.updates if update.optimizer is None), None)
+    if skipped is not None:
+        raise refused_at("several optimizers and a GradScaler", skipped.line, "scale no loss")
     modules = _modules(recording, [b for update in recording.updates for b in update.backwards], *optimizers)
-    found = []
-    for turn in range(count):
-        (optimizer,) = _optimizers(of_turn(recording, turn, count), all_step=False)
-        found.append(_with_cut(of_turn(recording, turn, count), optimizer, modules))
+    pairs = zip(of_turns(recording, optimizers), optimizers, strict=True)
+    found = [_with_cut(turn, optimizer, modules) for turn, optimizer in pairs]
     for training in found:
         _check_turn(training)
     return replace(found[0], recording=recording, turns=tuple(found))
@@ -133,7 +140,6 @@ def _check_turn(training: Training) -> None:
         "several optimizers, and learning rates that change": training.cut is not None
         and bool(training.cut.rates)
         and backward.line,
-        "several optimizers, and batches that differ in size": len(training.programs) > 1 and backward.line,
         "random numbers that two updates share": repeated is not None and repeated.line,
     }
     for problem, line in problems.items():
@@ -229,8 +235,8 @@ def _training(
     )
 
 
-def _optimizers(recording: Recording, *, all_step: bool = True) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that step, in their order."""
+def _optimizers(recording: Recording) -> list[torch.optim.Optimizer]:
+    """Return the optimizers, in the order in which they were made."""
     updates = recording.updates
     found = {id(update.optimizer): update.optimizer for update in updates if update.optimizer is not None}
     if not found:
@@ -238,11 +244,11 @@ def _optimizers(recording: Recording, *, all_step: bool = True) -> list[torch.op
             "every update was skipped by the GradScaler", updates[0].line, "give --updates a larger number"
         )
     waiting = [line for key, line in recording.optimizers.items() if key not in found]
-    if waiting and all_step:
+    if waiting:
         raise refused_at(
             f"an optimizer made no step in {len(updates)} updates", waiting[0], "give --updates a larger number"
         )
-    return [*found.values()]
+    return [found[key] for key in recording.optimizers]
 
 
 def _modules(

@@ -28,19 +28,11 @@ def write(result: Ported, script: Path, args: Sequence[str], folder: Path) -> li
     from safetensors.flax import save_file
 
     training = result.training
-    written = _save_source(result.model, folder)
-    of_shapes = {}
-    for i, (shape, model) in enumerate(result.others, 2):
-        files = _save_source(model, folder / f"shape_{i}")
-        if any(_content(file) != _content(folder / file.name) for file in files):
-            of_shapes[shape] = f"shape_{i}"
-            (folder / f"shape_{i}" / "params.safetensors").unlink()  # those of the first one
-        else:
-            shutil.rmtree(folder / f"shape_{i}")
+    written, models = _save_models(result, folder, "")
     for i, turn in enumerate(result.turns[1:], 2):
-        _save_source(turn.model, folder / f"turn_{i}")
-        (folder / f"turn_{i}" / "params.safetensors").unlink()
-    text = recipe_source(result, script, args, of_shapes)
+        models += _save_models(turn, folder, f"turn_{i}")[1]
+        (folder / f"turn_{i}" / "params.safetensors").unlink()  # those of the first one
+    text = recipe_source(result, script, args, models)
     if state := result.state():
         save_file({name: jnp.asarray(x) for name, x in state.items()}, folder / "state.safetensors")
         written.append(folder / "state.safetensors")
@@ -49,6 +41,29 @@ def write(result: Ported, script: Path, args: Sequence[str], folder: Path) -> li
         written.append(folder / INPUTS)
     (folder / "run.py").write_text(text, encoding="utf-8")
     return [folder / "run.py", *written]
+
+
+def _save_models(result: Ported, folder: Path, name: str) -> tuple[list[Path], list[tuple[str, dict[str, str]]]]:
+    """Write the models of a program for batches of each shape, where they differ.
+
+    Args:
+      result: The program.
+      folder: The folder of the recipe.
+      name: Folder in it.
+
+    Returns:
+      The files of the first one; its folder, with those for other shapes.
+    """
+    written, of_shapes = _save_source(result.model, folder / name), dict[str, str]()
+    for i, (shape, model) in enumerate(result.others, 2):
+        inner = Path(name) / f"shape_{i}"
+        files = _save_source(model, folder / inner)
+        if any(_content(file) != _content(folder / name / file.name) for file in files):
+            of_shapes[shape] = inner.as_posix()
+            (folder / inner / "params.safetensors").unlink()
+        else:
+            shutil.rmtree(folder / inner)
+    return written, [(name, of_shapes)]
 
 
 def _save_source(model: ImportedModel, folder: Path) -> list[Path]:
