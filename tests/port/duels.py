@@ -1,0 +1,88 @@
+"""Training scripts of a generator and a discriminator, whose parts are drawn by a number."""
+
+import random
+from pathlib import Path
+
+LOOP = """
+import torch
+from torch import nn
+
+torch.manual_seed({seed})
+G = nn.Sequential(nn.Linear(4, 8), {norm_g}, nn.ReLU(), nn.Linear(8, 6), nn.Tanh())
+D = nn.Sequential(nn.Linear(6, 8), {norm_d}, nn.LeakyReLU(0.2), nn.Linear(8, 1))
+data = torch.randn({rows}, 6)
+criterion = nn.BCEWithLogitsLoss()
+optimizer_g = torch.optim.{optimizer}(G.parameters(), lr=1e-2)
+optimizer_d = torch.optim.Adam(D.parameters(), lr=1e-2)
+label = torch.zeros({label})
+for epoch in range(100):
+    for i in range(0, {rows}, 8):
+        real = data[i : i + 8]
+        noise = torch.randn(len(real), 4)
+{body}
+"""
+D_TWICE = """
+        optimizer_d.zero_grad()
+        {one}
+        criterion(D(real).flatten(), {label}).backward()
+        fake = G(noise)
+        {zero}
+        loss_d = criterion(D(fake.detach()).flatten(), {label})
+        loss_d.backward()
+        optimizer_d.step()
+"""
+D_ONCE = """
+        optimizer_d.zero_grad()
+        fake = G(noise)
+        loss_d = D(fake.detach()).mean() - D(real).mean() + D(real).square().mean()
+        loss_d.backward()
+        optimizer_d.step()
+"""
+G_OF_FAKE = """
+        optimizer_g.zero_grad()
+        {one}
+        loss_g = criterion(D(fake).flatten(), {label})
+        loss_g.backward()
+        optimizer_g.step()
+"""
+G_ANEW = """
+        optimizer_g.zero_grad()
+        {one}
+        fake = G(noise)
+        loss_g = criterion(D(fake).flatten(), {label}) + 0.1 * fake.square().mean()
+        loss_g.backward()
+        optimizer_g.step()
+"""
+
+
+def duel(folder: Path, number: int) -> Path:
+    """Write the script of a number."""
+    draw = random.Random(number)
+    rows, norms = draw.choice([24, 28]), ["nn.BatchNorm1d(8)", "nn.LayerNorm(8)"]
+    in_place = rows == 24 and draw.random() < 0.5
+    ones, zeros = "torch.ones(len(real))", "torch.zeros(len(real))"
+    labels = {
+        "label": "label" if in_place else "target",
+        "one": "label.fill_(1.0)" if in_place else f"target = {ones}",
+        "zero": "label.fill_(0.0)" if in_place else f"target = {zeros}",
+    }
+    of_d, of_g = draw.choice([D_TWICE, D_ONCE]), draw.choice([G_OF_FAKE, G_ANEW])
+    if of_g is G_ANEW and draw.random() < 0.5:
+        body = of_g + of_d
+    elif draw.random() < 0.3:  # several updates of the discriminator
+        body = of_d + "        if i % 16 == 0:\n" + of_g.replace("\n        ", "\n            ").lstrip("\n")
+    else:
+        body = of_d + of_g
+    path = folder / "train.py"
+    path.write_text(
+        LOOP.format(
+            seed=number,
+            norm_g=draw.choice(norms),
+            norm_d=draw.choice(norms),
+            rows=rows,
+            optimizer=draw.choice(["SGD", "Adam", "RMSprop"]),
+            label=8,
+            body=body.format(**labels),
+        )
+    )
+    return path

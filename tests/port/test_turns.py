@@ -1,0 +1,72 @@
+"""Scripts of several optimizers that take turns."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.errors import UserError
+from jaxtrain.port.fed import check_fed
+from jaxtrain.port.ported import ported
+from jaxtrain.port.recipe_source import INPUTS
+from jaxtrain.port.rerun import check_rerun
+from jaxtrain.port.script import record
+from jaxtrain.port.understand import understood
+from jaxtrain.port.write import write
+from parity.ported import prove
+
+from .duels import duel
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_a_generated_script_is_understood_to_the_bit(tmp_path: Path, number: int) -> None:
+    training = understood(record(duel(tmp_path, number), [], 14))
+    check_rerun(training)
+    assert len(training.turns) == 2
+    assert [type(turn.optimizer).__name__ for turn in training.turns][1] == "Adam"
+    names = [{root.name for root in turn.cut.roots if root.kind == "input"} for turn in training.turns]
+    assert names[0] == {"noise"} | ({"target"} if "target" in names[0] else set())
+    assert {"noise", "real"} <= names[1]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("duel")
+    path = duel(folder, 3)
+    text = path.read_text()
+    path.write_text(text.replace("torch.randn(24", "torch.randn(28").replace("range(0, 24", "range(0, 28"))
+    training = understood(record(path, [], 12))
+    result = ported(training)
+    write(result, path, [], folder)
+    check_fed(training, path, [], folder)
+    return result, folder
+
+
+def test_the_written_files_are_the_script(written) -> None:
+    result, folder = written
+    assert (folder / INPUTS).exists()
+    proof = prove(result, folder, "duel")
+    assert proof.passed, proof.lines
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("turn=0", "turn=1"), ("learning_rate=0.01", "learning_rate=0.0101"), ('"turn_2/model.py"', '"model.py"')],
+)
+def test_a_bug_in_the_written_turns_is_noticed(written, old: str, new: str) -> None:
+    result, folder = written
+    text = (folder / "run.py").read_text()
+    assert old in text
+    (folder / "run.py").write_text(text.replace(old, new))
+    try:
+        assert not prove(result, folder, "duel").passed
+    finally:
+        (folder / "run.py").write_text(text)
+
+
+def test_random_numbers_that_two_updates_share_are_refused(tmp_path: Path) -> None:
+    path = duel(tmp_path, 0)
+    text = path.read_text()
+    assert "D(fake)" in text
+    path.write_text(text.replace("nn.Tanh()", "nn.Tanh(), nn.Dropout(0.1)", 1))
+    with pytest.raises(UserError, match="random numbers that two updates share"):
+        understood(record(path, [], 14))
