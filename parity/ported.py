@@ -131,7 +131,7 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case
         torch_loss, torch_optimizer = _loss(training), partial(_optimizer, result, settings[0])
         moments, scheduler = moments_of(expression, ours, like.params), partial(_Recorded, settings)
     side = Optimizer(type(training.optimizer).__name__, torch_optimizer, ours, moments, scheduler)
-    tables = [turn.model.state_names for turn in (result.turns or (result,)) if turn.model.state_names is not None]
+    tables = [found.state_names for found in result.models() if found.state_names is not None]
     return _Case(
         name=name,
         torch_model=partial(_started, result, module),

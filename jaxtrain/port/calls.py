@@ -121,6 +121,7 @@ class Interval(NamedTuple):
       given: What the tensors were that are no parameters and were not computed by the model in this interval, when
         the model or another followed call first read them.
       identities: Identities of the tensors that exist when it ends.
+      sizes: Sizes of the tensors that it made.
       carried: The tensors that were there before it, and that the model computed.
       parts: As of `Program`.
     """
@@ -130,6 +131,7 @@ class Interval(NamedTuple):
     memory: Mapping[Value, int]
     given: Mapping[Value, torch.Tensor]
     identities: Mapping[Value, int]
+    sizes: Mapping[Value, tuple[int, ...]]
     carried: frozenset[Value]
     parts: tuple[Value, ...] = ()
 

@@ -89,8 +89,10 @@ class Cut:
       slots: For each place where a call reads a root, in order, the number of the root. A tensor that one update reads
         at several places, as zeros for both states of an LSTM, may be several in others.
       roots: Their roots; numbers that differ are the last ones.
-      carried: The names of the inputs that the update before computes, if there is one.
-      places: Where it computes them.
+      carried: The names of the inputs that the update before computes, if there is one; names of what these programs
+        compute for those of another optimizer.
+      places: Where they are computed.
+      foreign: The names of the inputs that programs of another optimizer compute.
       numbers: The numbers that differ.
       rates: Names of the learning rates of the optimizer's groups, if the script gives them.
       window: Number of micro-batches to which shorter windows are filled up; 0 if all have the same number.
@@ -101,6 +103,7 @@ class Cut:
     roots: tuple[Root, ...]
     carried: tuple[str, ...]
     places: tuple[Place, ...]
+    foreign: tuple[str, ...]
     numbers: tuple[Number, ...]
     rates: tuple[str, ...] = ()
     window: int = 0
@@ -119,15 +122,18 @@ class Cut:
         if len(_reads(found)) != len(self.slots) or _calls(found) != self.calls:
             raise refused_at("the calls of an update differ from update to update", _other_line(self, found), SAME)
         found = _with_numbers(_with_slots(found, self.slots), self.numbers)
-        carried = {*_carried(before, found)} if before is not None else set()
-        count = sum(
-            root.name in self.carried for x, root in zip(found.program.roots, self.roots, strict=True) if x in carried
-        )
-        if count not in (0, len(self.carried)):
+        by_name = {
+            root.name: x for x, root in zip(found.program.roots, self.roots, strict=True) if root.kind == "input"
+        }
+        before_made = {*_carried(before, found)} if before is not None else set()
+        flags = [by_name[name] in before_made for name in self.carried if name in by_name]
+        flags += [by_name[name] in found.interval.carried for name in self.foreign]
+        if any(flags) and not all(flags):
             raise refused_at(
                 "some of the tensors that are carried are given anew", backward.line, "give all of them anew"
             )
-        return replace(found, is_carried=count > 0)
+        kept = (*found.program.kept, *(by_name[name] for name in self.foreign))  # foreign ones stay as they are
+        return replace(found, is_carried=any(flags), program=found.program._replace(kept=kept))
 
     def inputs(self, backward: Backward) -> Inputs:
         """Return where the roots of a program come from, which `read` has returned."""
@@ -135,8 +141,10 @@ class Cut:
         for value, root in zip(backward.program.roots, self.roots, strict=True):
             by_kind[root.kind][value] = root.name
         constants = {x: backward.tensors[x] for x in by_kind["constant"]}
-        kept = dict(zip(self.carried, backward.program.kept, strict=True))
-        return Inputs(by_kind["model"], by_kind["input"], {}, constants, kept)
+        kept = dict(zip((*self.carried, *self.foreign), backward.program.kept, strict=True))
+        known = backward.interval
+        sizes = {name: known.sizes[x] if x in known.sizes else tuple(known.given[x].shape) for name, x in kept.items()}
+        return Inputs(by_kind["model"], by_kind["input"], {}, constants, kept, sizes)
 
     def completed(
         self, window: Sequence[Mapping[str, torch.Tensor]], groups: Sequence[Mapping[str, Any]]
@@ -233,6 +241,7 @@ def _cut_of(found: Mapping[str, Any]) -> Cut:
         slots=tuple(found["slots"]),
         roots=tuple(Root(*root) for root in found["roots"]),
         carried=tuple(found["carried"]),
+        foreign=tuple(found["foreign"]),
         places=tuple(Place(Key(*call), _path(path)) for call, path in found["places"]),
         numbers=tuple(Number(name, call, _path(path)) for name, call, path in found["numbers"]),
         rates=tuple(found["rates"]),
@@ -244,22 +253,30 @@ def _path(steps: Sequence[Sequence[Any]]) -> tuple[Step, ...]:
     return tuple((kind, key) for kind, key in steps)
 
 
-def cut(recording: Recording, modules: Mapping[str, torch.nn.Module]) -> tuple[list[Backward], Cut]:
+def cut(
+    recording: Recording,
+    modules: Mapping[str, torch.nn.Module],
+    others: Collection[Value] = (),
+    produced: Mapping[Place, str] | None = None,
+) -> tuple[list[Backward], Cut]:
     """Return the programs of a recording from where the model begins, and what they have in common.
 
     Args:
       recording: A recording.
       modules: The script's modules, by name.
+      others: The tensors that the model made in updates of other optimizers.
+      produced: What these programs compute for those of other optimizers, with names.
 
     Raises:
       UserError: The programs differ, or read what the model computed, but not in the update before.
     """
     backwards = [backward for update in recording.updates for backward in update.backwards]
-    calls, places = _calls_of_model(backwards, modules)
+    calls, places = _calls_of_model(backwards, modules, produced or {})
     programs = [_program(backward, calls, places) for backward in backwards]
     slots = _slots(programs)
     separate = [_with_slots(program, slots) for program in programs]
-    found = _common(separate, _calls(programs[0]), slots, modules, places, _differing_numbers(programs))
+    numbers = _differing_numbers(programs)
+    found = _common(separate, _calls(programs[0]), slots, modules, places, numbers, others, produced or {})
     read = [found.read(backward, before) for before, backward in zip([None, *backwards], backwards, strict=False)]
     for backward in read:
         owned = owned_values(backward, modules)
@@ -269,19 +286,19 @@ def cut(recording: Recording, modules: Mapping[str, torch.nn.Module]) -> tuple[l
 
 
 def _calls_of_model(
-    backwards: Sequence[Backward], modules: Mapping[str, torch.nn.Module]
+    backwards: Sequence[Backward], modules: Mapping[str, torch.nn.Module], produced: Iterable[Place]
 ) -> tuple[set[Key], tuple[Place, ...]]:
     """Return the calls that depend on the model in an update, and those of their results that the next update reads.
 
     A call may depend on it in some updates alone, as that of a hidden state that is given anew for the others.
     """
     calls: set[Key] = set()
-    places: dict[Place, None] = {}
+    places: dict[Place, None] = dict.fromkeys(produced)
     while True:
         programs = [_program(backward, calls, places) for backward in backwards]
         new_calls = {key for backward in programs for key in _calls(backward)} - calls
         new_places = {
-            _place(before, value): None
+            place_of(before, value): None
             for before, backward in itertools.pairwise(programs)
             for value in _carried(before, backward)
             if value not in owned_values(backward, modules)
@@ -361,7 +378,8 @@ def _carried(before: Backward, backward: Backward) -> Iterator[Value]:
     yield from (x for x in backward.program.roots if x in backward.interval.carried and x in made)
 
 
-def _place(backward: Backward, wanted: Value) -> Place:
+def place_of(backward: Backward, wanted: Value) -> Place:
+    """Return where an interval makes a tensor."""
     return next(place for place, value in _places(backward) if value == wanted)
 
 
@@ -470,6 +488,8 @@ def _common(
     modules: Mapping[str, torch.nn.Module],
     places: tuple[Place, ...],
     numbers: tuple[Number, ...],
+    others: Collection[Value],
+    produced: Mapping[Place, str],
 ) -> Cut:
     """Return what programs have in common, those of the first one's roots."""
     first, count = backwards[0], len(backwards[0].program.roots)
@@ -480,23 +500,28 @@ def _common(
         of_before = {*_carried(before, backward)}
         for i, value in enumerate(backward.program.roots[:count]):
             if value in of_before and first.program.roots[i] not in owned:
-                carried_at[i] = _place(before, value)
+                carried_at[i] = place_of(before, value)
     digests = [{digest(b.tensors.get(b.program.roots[i])) for b in same} for i in range(count)]
+    foreign_at = {i for i in range(count) if i not in carried_at and all(b.program.roots[i] in others for b in same)}
+    foreign_at = {i for i in foreign_at if first.program.roots[i] not in owned}
     # A script whose batches never differ, as for a graph, gives all that it has.
-    has_batch = bool(carried_at) or any(len(found) > 1 for found in digests)
+    has_batch = bool(carried_at or foreign_at) or any(len(found) > 1 for found in digests)
     roots: list[Root] = []
+    foreign: list[str] = []
     for i, value in enumerate(first.program.roots):
         if value in owned:
             roots.append(Root("model", owned[value]))
-        elif i in carried_at or len(digests[i]) > 1 or not has_batch:
-            if i not in carried_at:
+        elif i in carried_at or i in foreign_at or len(digests[i]) > 1 or not has_batch:
+            if i not in carried_at and i not in foreign_at:
                 _check_not_of_model(same, i)
             taken = [*(root.name for root in roots if root.kind == "input"), *(x.name for x in numbers)]
             name = first.names.get(_value_at(first, carried_at[i])) if i in carried_at else None
             roots.append(Root("input", free(name or _input_name(first, value), taken)))
+            foreign += [roots[-1].name] if i in foreign_at else []
         else:
             roots.append(Root("constant", digests[i].pop() or ""))
     by_place = {place: roots[i].name for i, place in carried_at.items()}
+    by_place = {**produced, **by_place}
     if by_place.keys() != {*places}:
         raise refused_at("some updates alone read what the model computed before", first.line, SAME)
     roots += [Root("input", x.name) for x in numbers]
@@ -506,6 +531,7 @@ def _common(
         roots=tuple(roots),
         carried=tuple(by_place[place] for place in places),
         places=places,
+        foreign=tuple(foreign),
         numbers=numbers,
     )
 

@@ -18,7 +18,8 @@ class Inputs:
       batch: Tensors of a batch, by the name of the script's variable.
       leaves: Places of these in the batch, by the same name.
       constants: The others, whose values never change.
-      kept: What the program makes for the next one, which has it in place of an input: by the name of that.
+      kept: What the program makes for a later one, which has it in place of an input: by the name of that.
+      sizes: Sizes of these.
     """
 
     owned: Mapping[Value, str]
@@ -26,15 +27,22 @@ class Inputs:
     leaves: Mapping[str, Leaf]
     constants: Mapping[Value, torch.Tensor]
     kept: Mapping[str, Value] = field(default_factory=dict)
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def batch_of(self, backward: Backward) -> dict[str, torch.Tensor]:
         """Return the tensors with which a program was recorded, by name."""
         found = {name: backward.tensors[value].detach() for value, name in self.batch.items()}
-        if not self.kept:
+        if not self.carried:
             return found
         if backward.is_carried:
-            found |= {name: torch.zeros_like(found[name]) for name in self.kept}
+            found |= {name: torch.zeros_like(found[name]) for name in self.carried}
         return {**found, CARRIED: torch.tensor(backward.is_carried)}
+
+    @property
+    def carried(self) -> list[str]:
+        """The names of `batch` that have what an update before has kept."""
+        names = {*self.batch.values()}
+        return [name for name in self.kept if name in names]
 
 
 CARRIED = "is_carried"

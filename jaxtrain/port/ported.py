@@ -38,8 +38,12 @@ class Ported:
 
     def state(self) -> dict[str, Any]:
         """Return the buffers that its models change, by name; none for models without."""
-        models = [turn.model for turn in self.turns] or [self.model]
-        return {name: x for model in models for name, x in (model.state or {}).items()}
+        return {name: x for model in self.models() for name, x in (model.state or {}).items()}
+
+    def models(self) -> list[ImportedModel]:
+        """Return the models of all turns and shapes."""
+        turns = self.turns or (self,)
+        return [model for turn in turns for model in (turn.model, *(other for _, other in turn.others))]
 
 
 def ported(training: Training, *, in_turn: bool = False) -> Ported:

@@ -94,6 +94,9 @@ class Recorder(TorchFunctionMode):
             memory={x: self._memory.get(x, -x.number) for x in read | self._made},
             given={x: self._given[x][0] for x in read if x in self._given},
             identities={x: identities[x] for x in read | self._made if x in identities},
+            sizes={
+                self._numbers[key]: tuple(x.shape) for key, x in self._held.items() if self._numbers[key] in self._made
+            },
             carried=frozenset(x for x in before if self._origins.get(x, Origin.OTHER) & Origin.MODEL),
         )
 

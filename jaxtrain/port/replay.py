@@ -25,7 +25,7 @@ def recorded_module(
     program: Program,
     modules: Mapping[str, torch.nn.Module],
     inputs: Inputs,
-    carried: Mapping[str, torch.Tensor],
+    carried: dict[str, torch.Tensor],
     *,
     restore: Callable[[int], None] | None = None,
 ) -> torch.nn.Module:
@@ -35,20 +35,30 @@ def recorded_module(
       program: The program.
       modules: The script's modules, by the name that they have in this one.
       inputs: Where the roots of the program come from.
-      carried: What the program before has kept for this one, by name: buffers, which this one sets.
+      carried: What programs keep for later ones, by name: buffers, which this one sets. One of other sizes is added.
       restore: Called before each call that draws random numbers, with its place in the program. With it, calls are in
         the autocast regions of the script; without it, the whole loss is thought to be in one, and calls that were in
         none leave it.
     """
-    found = _Writer(program, modules, inputs, restore)
+    found = _Writer(program, modules, inputs, kept_names(inputs, carried), restore)
     module = type("Script", (torch.nn.Module,), {"forward": found.forward()})()
     for name, part in modules.items():
         module.add_module(name, part)
     for value, tensor in inputs.constants.items():
         module.register_buffer(f"{CONSTANT}{abs(value.number)}", tensor, persistent=False)
-    for name in inputs.kept:
-        module.register_buffer(f"{KEPT}{name}", carried[name])
+    for buffer in kept_names(inputs, carried).values():
+        module.register_buffer(f"{KEPT}{buffer}", carried[buffer])
     return module
+
+
+def kept_names(inputs: Inputs, carried: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Return the names in `carried` of what a program keeps: those of other sizes have names with these."""
+    found = {}
+    for name, sizes in inputs.sizes.items():
+        other = f"{name}_{'x'.join(map(str, sizes))}"
+        found[name] = name if tuple(carried[name].shape) == sizes else other
+        carried.setdefault(found[name], carried[name].new_zeros(sizes))
+    return found
 
 
 class _Writer:
@@ -59,9 +69,11 @@ class _Writer:
         program: Program,
         modules: Mapping[str, torch.nn.Module],
         inputs: Inputs,
+        buffers: Mapping[str, str],
         restore: Callable[[int], None] | None,
     ) -> None:
         self._program, self._inputs, self._kept, self._restore = program, inputs.batch, inputs.kept, restore
+        self._carried, self._buffers = inputs.carried, buffers
         self._paths = {id(part): name for root in modules for name, part in _named(root, modules[root])}
         self._owned = {value: name.split(".") for value, name in inputs.owned.items()}
         self._autocast = next((call.ambient.autocast for call in program.calls if call.ambient.autocast), None)
@@ -70,12 +82,12 @@ class _Writer:
 
     def forward(self) -> FunctionType:
         """Return the function."""
-        body = [self._read_kept(name) for name in self._kept]
+        body = [self._read_kept(name) for name in self._carried]
         body += [statement for i, call in enumerate(self._program.calls) for statement in self._statements(i, call)]
         body += [self._keep(name, value) for name, value in self._kept.items()]
         body.append(ast.Return(self._result()))
         arguments = [ast.arg("self"), *(ast.arg(name) for name in self._inputs.values())]
-        arguments += [ast.arg(CARRIED)] if self._kept else []
+        arguments += [ast.arg(CARRIED)] if self._carried else []
         empty: Any = {"posonlyargs": [], "kwonlyargs": [], "kw_defaults": [], "defaults": []}
         function = ast.FunctionDef("forward", ast.arguments(args=arguments, **empty), body, [])
         first = self._program.calls[0].line if self._program.calls else Line("", 1, "")
@@ -93,12 +105,16 @@ class _Writer:
 
     def _read_kept(self, name: str) -> ast.stmt:
         """Return the statement that reads what the program before has kept, or what is given anew."""
-        which = [ast.Name(CARRIED, ast.Load()), _attribute(["self", f"{KEPT}{name}"]), ast.Name(name, ast.Load())]
+        which = [
+            ast.Name(CARRIED, ast.Load()),
+            _attribute(["self", f"{KEPT}{self._buffers[name]}"]),
+            ast.Name(name, ast.Load()),
+        ]
         return ast.Assign([ast.Name(name, ast.Store())], ast.Call(self._given("where", torch.where), [*which], []))
 
     def _keep(self, name: str, value: Value) -> ast.stmt:
         """Return the statement that keeps a tensor for the next program."""
-        copy = ast.Attribute(_attribute(["self", f"{KEPT}{name}"]), "copy_", ast.Load())
+        copy = ast.Attribute(_attribute(["self", f"{KEPT}{self._buffers[name]}"]), "copy_", ast.Load())
         detached = ast.Call(ast.Attribute(self._expression(value), "detach", ast.Load()), [], [])
         return ast.Expr(ast.Call(copy, [detached], []))
 

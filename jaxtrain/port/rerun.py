@@ -7,7 +7,6 @@ the script, which nobody thought of, is found here.
 
 import functools
 import inspect
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -30,9 +29,10 @@ def check_rerun(training: Training) -> None:
     """
     set_start(training)
     turns = training.of_turns
-    optimizers, carried = [new_optimizer(turn) for turn in turns], [turn.first_carried() for turn in turns]
+    optimizers = [new_optimizer(turn) for turn in turns]
+    carried = {name: x for turn in turns for name, x in turn.first_carried().items()}
     for number, (i, update) in enumerate(training.by_turn()):
-        _check_update(turns[i], number, update, optimizers[i], carried[i])
+        _check_update(turns[i], number, update, optimizers[i], carried)
 
 
 def _check_update(
@@ -40,7 +40,7 @@ def _check_update(
     number: int,
     update: Update,
     optimizer: torch.optim.Optimizer,
-    carried: Mapping[str, torch.Tensor],
+    carried: dict[str, torch.Tensor],
 ) -> None:
     for part in training.modules.values():
         part.zero_grad(set_to_none=True)
@@ -82,7 +82,7 @@ def set_start(training: Training) -> None:
                 x.grad = None
 
 
-def _losses(training: Training, backward: Backward, carried: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _losses(training: Training, backward: Backward, carried: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return the losses that `backward` is called on."""
     inputs = training.inputs(backward)
     restore = partial(_restore, backward.program)

@@ -1,7 +1,8 @@
 """Updates of several optimizers in turn: the updates of each optimizer are a program of their own.
 
 The losses that an update calls `backward` on are added. What it reads of the updates of others before it, as the output
-of a generator, its program computes again; the statistics of modules do not change then.
+of a generator, is kept for it if it reads values alone. If gradients flow into it, its program computes it again; the
+statistics of modules do not change then.
 """
 
 import itertools
@@ -62,6 +63,8 @@ def joined(before: Sequence[Backward], own: Sequence[Backward]) -> Backward:
       before: Those of updates of other optimizers before it.
       own: Those of the update.
     """
+    if _are_kept(before, own):
+        before = ()
     if not before and len(own) == 1:
         return own[0]
     last = own[-1]
@@ -71,10 +74,12 @@ def joined(before: Sequence[Backward], own: Sequence[Backward]) -> Backward:
     memory: dict[Value, int] = {}
     given: dict[Value, torch.Tensor] = {}
     identities: dict[Value, int] = {}
+    sizes: dict[Value, tuple[int, ...]] = {}
     for backward in (*before, *own):
         memory |= _memory(backward.interval.memory, memory)
         given |= backward.interval.given
         identities |= backward.interval.identities
+        sizes |= backward.interval.sizes
     total, value = own[0].interval.loss, own[0].loss
     for i, backward in enumerate(own[1:]):
         made = Value(last.interval.loss.number * _LARGER + i)
@@ -89,11 +94,30 @@ def joined(before: Sequence[Backward], own: Sequence[Backward]) -> Backward:
         memory=memory,
         given=given,
         identities=identities,
+        sizes=sizes,
         carried=frozenset(x for b in (*before, *own) for x in b.interval.carried if x not in made_here),
         parts=tuple(b.interval.loss for b in own) if len(own) > 1 else (),
     )
     names: Mapping[Value, str] = {key: name for b in (*before, *own) for key, name in b.names.items()}
     return replace(last, interval=interval, loss=value, names=names, leaves={})
+
+
+def _are_kept(before: Sequence[Backward], own: Sequence[Backward]) -> bool:
+    """Return whether an update reads nothing of those before it but values without their gradient, which are kept."""
+    made = {x for b in before for call in b.interval.calls if call.origin & Origin.MODEL for _, x in call.results}
+    return all(_reads_values(call) for b in own for call in b.interval.calls if not made.isdisjoint(call.reads()))
+
+
+def _reads_values(call: Call) -> bool:
+    name = getattr(call.function, "__name__", "")
+    is_data = name == "__get__" and getattr(getattr(call.function, "__self__", None), "__name__", "") == "data"
+    return name == "detach" or is_data or not call.ambient.grad
+
+
+def made_in(recording: Recording) -> set[Value]:
+    """Return the tensors that the model made in the updates of an optimizer."""
+    backwards = (backward for update in recording.updates for backward in update.backwards)
+    return {x for b in backwards for c in b.interval.calls if c.origin & Origin.MODEL for _, x in c.results}
 
 
 def _with_versions(

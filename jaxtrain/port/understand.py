@@ -3,20 +3,21 @@
 Whatever differs from this is refused, with the line of the script.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from jaxtrain.errors import UserError
-from jaxtrain.port.cut import Cut, Feed, Shape, cut
+from jaxtrain.port.calls import Value
+from jaxtrain.port.cut import Cut, Feed, Place, Shape, cut, place_of
 from jaxtrain.port.inputs import Inputs, free, of_batches
 from jaxtrain.port.recorder import has_tensors
 from jaxtrain.port.recording import Backward, Clip, Leaf, Recording, Update
 from jaxtrain.port.refused import refused_at
 from jaxtrain.port.same_program import check_same
-from jaxtrain.port.turns import of_turns
+from jaxtrain.port.turns import made_in, of_turns
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,7 @@ class Training:
       rows: Rows of a micro-batch; 1 for data that the script gives, whose rows are micro-batches.
       cut: What the script gives; None for the data of a DataLoader.
       turns: The trainings of several optimizers that take turns, of which this is the first; none for one optimizer.
+      kept_like: Tensors of the shapes of those that these keep for each other, by name.
     """
 
     recording: Recording
@@ -58,6 +60,7 @@ class Training:
     rows: int = 1
     cut: Cut | None = None
     turns: tuple["Training", ...] = ()
+    kept_like: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def of_turns(self) -> tuple["Training", ...]:
@@ -93,7 +96,8 @@ class Training:
     def first_carried(self) -> dict[str, torch.Tensor]:
         """Return tensors of the shapes of those that an update keeps for the next one, by name."""
         backward, inputs = self.programs[0]
-        return {name: torch.zeros_like(x) for name, x in inputs.batch_of(backward).items() if name in inputs.kept}
+        like = {**inputs.batch_of(backward), **self.kept_like}
+        return {name: torch.zeros_like(like[name]) for name in (*inputs.kept, *self.kept_like)}
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of its modules by name."""
@@ -123,11 +127,35 @@ def _in_turn(recording: Recording, optimizers: Sequence[torch.optim.Optimizer]) 
     if skipped is not None:
         raise refused_at("several optimizers and a GradScaler", skipped.line, "scale no loss")
     modules = _modules(recording, [b for update in recording.updates for b in update.backwards], *optimizers)
-    pairs = zip(of_turns(recording, optimizers), optimizers, strict=True)
-    found = [_with_cut(turn, optimizer, modules) for turn, optimizer in pairs]
+    turns = of_turns(recording, optimizers)
+    made = [made_in(turn) for turn in turns]
+    others = [{x for other in made if other is not own for x in other} for own in made]
+    cuts = [cut(turn, modules, known)[1] for turn, known in zip(turns, others, strict=True)]
+    found = [
+        _with_cut(turn, optimizer, modules, known, _produced(turn, turns, cuts, modules))
+        for turn, optimizer, known in zip(turns, optimizers, others, strict=True)
+    ]
+    like = {name: x for t in found for b, i in t.programs[:1] for name, x in i.batch_of(b).items() if name in i.carried}
+    found = [replace(training, kept_like=like) for training in found]
     for training in found:
         _check_turn(training)
     return replace(found[0], recording=recording, turns=tuple(found))
+
+
+def _produced(
+    turn: Recording, turns: Sequence[Recording], cuts: Sequence[Cut], modules: Mapping[str, torch.nn.Module]
+) -> dict[Place, str]:
+    """Return what the programs of an optimizer compute for those of others, with the names that these have for it."""
+    found: dict[Place, str] = {}
+    makers = {x: b for update in turn.updates for b in update.backwards for c in b.interval.calls for _, x in c.results}
+    for other, its in zip(turns, cuts, strict=True):
+        if other is turn:
+            continue
+        for backward in (b for update in other.updates for b in update.backwards):
+            roots = its.read(backward, None).program.roots
+            of_name = {root.name: x for x, root in zip(roots, its.roots, strict=True) if root.name in its.foreign}
+            found |= {place_of(makers[x], x): name for name, x in of_name.items() if x in makers}
+    return found
 
 
 def _check_turn(training: Training) -> None:
@@ -180,12 +208,16 @@ def _with_loader(recording: Recording, optimizer: torch.optim.Optimizer) -> Trai
 
 
 def _with_cut(
-    recording: Recording, optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module] | None = None
+    recording: Recording,
+    optimizer: torch.optim.Optimizer,
+    modules: Mapping[str, torch.nn.Module] | None = None,
+    others: Collection[Value] = (),
+    produced: Mapping[Place, str] | None = None,
 ) -> Training:
     """Return a training whose data are those that the script gives."""
     if modules is None:
         modules = _modules(recording, [b for update in recording.updates for b in update.backwards], optimizer)
-    backwards, found = cut(recording, modules)
+    backwards, found = cut(recording, modules, others, produced)
     programs = _programs(backwards, found.inputs)
     _check_modes(backwards, modules)
     of_update = iter(backwards)
