@@ -1,5 +1,6 @@
 """A case: one model in both frameworks, with its loss, batches and optimizer. Data only."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -188,6 +189,10 @@ class Case:
         paths = {name: path for path in table.params for name in table.only([path]).torch_order(self.params_like)}
         paths |= {alias: paths[name] for alias, name in table.tied.items() if name in paths}
         return self.optimizer.torch(named, paths)
+
+    def batches_like(self, seed: int, steps: int, rows: int) -> Iterator[Batch]:
+        """Yield a batch of some rows for each step, with the shapes of its batch; they may be one batch."""
+        yield from itertools.repeat(self.batch(seed, rows), steps)
 
     def batches(self, seed: int, steps: int) -> Iterator[Batch]:
         """Yield an effective batch for each step; the same batches for the same seed."""

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from jaxtrain.cost import flops
 from jaxtrain.interop import NameTable
-from jaxtrain.port import micro_batch, shapes
-from jaxtrain.port.cut import PADDING, TURN
+from jaxtrain.port import micro_batch, shapes, turn
+from jaxtrain.port.cut import PADDING
 from jaxtrain.port.ported import Ported, program_module
 from jaxtrain.port.recipe_source import PRECISIONS
 from jaxtrain.port.rerun import like, set_start
@@ -171,17 +171,15 @@ def _loss_of_turns(
 ) -> Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], tuple[torch.Tensor, Any]]:
     """Return the loss of the turn of a batch; the module gets the constants of all turns."""
     forwards: list[dict[str, Any]] = []
-    for turn in result.turns:
-        programs = [program_module(turn.training, i) for i in range(len(turn.training.programs))]
-        batches = [inputs.batch_of(backward) for backward, inputs in turn.training.programs]
+    for training in (its.training for its in result.turns):
+        programs = [program_module(training, i) for i in range(len(training.programs))]
+        batches = [inputs.batch_of(backward) for backward, inputs in training.programs]
         forwards.append({shapes(batch): type(p).forward for batch, p in zip(batches, programs, strict=True)})
         for name, x in (pair for p in programs for pair in p.named_buffers(recurse=False)):
             module.register_buffer(name, x, persistent=False)
 
     def loss(module: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        read = micro_batch(batch)
-        i = int(read[TURN])
-        own = {name.removeprefix(f"{i}."): x for name, x in read.items() if name.startswith(f"{i}.")}
+        i, own = turn(micro_batch(batch))
         return forwards[i][shapes(own)](module, **own), 1
 
     return loss
@@ -195,7 +193,7 @@ class _InTurn(torch.optim.Optimizer):
         super().__init__([p for group in groups for p in group["params"]], {})
         self._optimizers, self._order, self._count = optimizers, order, 0
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update by the optimizer of this turn."""
         self._optimizers[self._order[self._count]].step()
         self._count += 1
@@ -204,8 +202,8 @@ class _InTurn(torch.optim.Optimizer):
 def _optimizer_of_turns(result: Ported, named: Sequence[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
     """Return the script's optimizers, which take turns."""
     named = [*named]
-    made = [_optimizer(turn, turn.training.recording.updates[0].settings, named) for turn in result.turns]
-    return _InTurn(made, [turn for turn, _ in result.training.by_turn()])
+    made = [_optimizer(its, its.training.recording.updates[0].settings, named) for its in result.turns]
+    return _InTurn(made, [number for number, _ in result.training.by_turn()])
 
 
 def _nothing(module: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -227,6 +225,10 @@ class _Case(Case):
     """
 
     windows: Sequence[Batch] = ()
+
+    def batches_like(self, seed: int, steps: int, rows: int) -> Iterator[Batch]:
+        """Yield the first rows of the windows."""
+        yield from ({name: x[:rows] for name, x in window.items()} for window in self.batches(seed, steps))
 
     def batches(self, seed: int, steps: int) -> Iterator[Batch]:
         """Yield the windows."""

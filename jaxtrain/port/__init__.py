@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.port.data import ScriptBatches, ScriptRows, at_turn, micro_batch, script_loader, unless
+from jaxtrain.port.data import ScriptBatches, ScriptRows, micro_batch, script_loader, turn, unless
 from jaxtrain.torch_import import pytorchs_promotion
 from jaxtrain.user_file import import_file
 
@@ -38,7 +38,6 @@ __all__ = [
     "ScriptBatches",
     "ScriptRows",
     "arrays",
-    "at_turn",
     "data",
     "micro_batch",
     "model",
@@ -46,6 +45,7 @@ __all__ = [
     "script",
     "script_loader",
     "shapes",
+    "turn",
     "understand",
     "unless",
     "write",

@@ -165,38 +165,15 @@ class Cut:
         ]
 
 
-class Shape(NamedTuple):
-    """Shape and dtype of an input.
-
-    Attributes:
-      sizes: Its sizes.
-      dtype: Name of its dtype.
-    """
-
-    sizes: tuple[int, ...]
-    dtype: str
-
-    @classmethod
-    def of(cls, x: torch.Tensor) -> "Shape":
-        """Return those of a tensor."""
-        return cls(tuple(x.shape), str(x.dtype).removeprefix("torch."))
-
-    def zeros(self) -> torch.Tensor:
-        """Return a tensor of zeros."""
-        return torch.zeros(self.sizes, dtype=getattr(torch, self.dtype))
-
-
 @dataclass(frozen=True)
 class Feed:
     """What a script gives to the updates of a run.
 
     Attributes:
       cuts: What the programs of each turn have in common; one for an optimizer that takes no turns.
-      empty: The inputs of all turns, by the number of the turn and their name; none without turns.
     """
 
     cuts: tuple[Cut, ...]
-    empty: Mapping[str, Shape]
 
     def given(
         self, turn: int, window: Sequence[Mapping[str, torch.Tensor]], groups: Sequence[Mapping[str, Any]]
@@ -204,16 +181,14 @@ class Feed:
         """Return the micro-batches of an update as a run takes them.
 
         Args:
-          turn: Its turn.
+          turn: Number of its optimizer, which the names of its inputs begin with if there are several.
           window: What its programs read.
           groups: The groups of its optimizer.
         """
         completed = self.cuts[turn].completed(window, groups)
-        if not self.empty:
+        if len(self.cuts) == 1:
             return completed
-        zeros = {name: shape.zeros() for name, shape in self.empty.items()}
-        own = [{f"{turn}.{name}": x for name, x in micro_batch.items()} for micro_batch in completed]
-        return [{**zeros, **micro_batch, TURN: torch.tensor(turn)} for micro_batch in own]
+        return [{f"{turn}.{name}": x for name, x in micro_batch.items()} for micro_batch in completed]
 
     def as_json(self) -> str:
         """Return it as text."""
@@ -227,12 +202,7 @@ class Feed:
           text: The text.
         """
         found = json.loads(text)
-        empty = {name: Shape(tuple(sizes), dtype) for name, (sizes, dtype) in found["empty"].items()}
-        return cls(tuple(map(_cut_of, found["cuts"])), empty)
-
-
-TURN = "turn"
-"""The input that says which of several optimizers updates."""
+        return cls(tuple(map(_cut_of, found["cuts"])))
 
 
 def _cut_of(found: Mapping[str, Any]) -> Cut:

@@ -5,7 +5,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -96,20 +96,29 @@ class ScriptBatches:
       script: The script.
       args: Its arguments.
       inputs: File of what its programs have in common, which `jaxtrain port` has written.
+      folder: The folder in which it runs; None for that of this process.
       shift: What is added to the numbers of answers.
 
     Raises:
       UserError: While they are read: an update computes another program than those that were recorded.
     """
 
-    def __init__(self, script: Path | str, args: Sequence[str], inputs: Path | str, shift: float = 0.0) -> None:
-        self._script, self._args, self._inputs, self._shift = Path(script), args, Path(inputs), shift
+    def __init__(
+        self,
+        script: Path | str,
+        args: Sequence[str],
+        inputs: Path | str,
+        folder: Path | str | None = None,
+        shift: float = 0.0,
+    ) -> None:
+        self._script, self._args, self._inputs = Path(script).resolve(), args, Path(inputs).resolve()
+        self._folder, self._shift = folder, shift
 
     def __iter__(self) -> Generator[dict[str, Any], None, None]:
         ours, theirs = os.pipe()
         given = [str(theirs), str(self._shift), str(self._inputs), str(self._script), *self._args]
         command = [sys.executable, "-m", "jaxtrain.port.feeder", *given]
-        process = subprocess.Popen(command, pass_fds=[theirs], stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command, pass_fds=[theirs], stdin=subprocess.DEVNULL, cwd=self._folder)
         os.close(theirs)
         try:
             with Connection(ours, writable=False) as connection:
@@ -151,20 +160,15 @@ def unless(condition: Any, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(condition, y, x), new, old)
 
 
-def at_turn(models: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """Return the model of a batch's turn, `batch["turn"]`, on the inputs of that turn.
+def turn(batch: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Return which of several optimizers a batch is for, by its keys, and the batch.
 
     Args:
-      models: The models of the turns.
+      batch: Arrays by names that begin with the number of the optimizer.
+
+    Example:
+      >>> turn({"1.x": 2.0, "1.y": 3.0})
+      (1, {'x': 2.0, 'y': 3.0})
     """
-
-    def model(params: Any, batch: Mapping[str, Any], *args: Any) -> Any:
-        import jax
-
-        def of(i: int) -> Callable[[], Any]:
-            own = {name.removeprefix(f"{i}."): x for name, x in batch.items() if name.startswith(f"{i}.")}
-            return lambda: models[i](params, own, *args)
-
-        return jax.lax.switch(batch["turn"], [of(i) for i in range(len(models))])
-
-    return model
+    number = int(next(iter(batch)).partition(".")[0])
+    return number, {name.partition(".")[2]: x for name, x in batch.items()}

@@ -26,7 +26,7 @@ def check_fed(training: Training, script: Path, args: Sequence[str], folder: Pat
     Raises:
       UserError: It gives other batches if its modules compute something else, or in every run.
     """
-    runs = [ScriptBatches(script, args, folder / INPUTS, shift) for shift in (0.0, SHIFT)]
+    runs = [ScriptBatches(script, args, folder / INPUTS, shift=shift) for shift in (0.0, SHIFT)]
     streams = [run.__iter__() for run in runs]
     try:
         for update in (update for update, window in training.windows() for _ in window):

@@ -94,9 +94,10 @@ class Feeder(Watch):
         self._in_step.close()
 
     def _send_window(self, optimizer: Any) -> None:
-        turn = [*self.recording.optimizers].index(id(optimizer)) if self._feed.empty else 0
+        is_turn = len(self._feed.cuts) > 1
+        turn = [*self.recording.optimizers].index(id(optimizer)) if is_turn else 0
         found, window, backwards = self._feed.cuts[turn], [], self._own
-        if self._feed.empty and self._own:
+        if is_turn and self._own:
             backwards = [self._turns.joined(turn, self._own)]
         for backward in backwards:
             read = found.read(backward, self._last.get(turn))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from jaxtrain.optim import Call, format_expression
-from jaxtrain.port.cut import PADDING, TURN
+from jaxtrain.port.cut import PADDING
 from jaxtrain.port.ported import Ported
 from jaxtrain.port.refused import refused_at
 from jaxtrain.port.understand import Training
@@ -30,6 +30,7 @@ def recipe_source(
     """
     command = " ".join([script.name, *args])
     line = result.training.programs[0][0].line
+    folder = f"FOLDER = Path({str(Path.cwd())!r})\n" if result.training.loader is None else ""
     state = ', port.arrays(HERE / "state.safetensors")' if result.state() else ""
     settings = "\n".join(_field(name, *setting) for name, setting in _settings(result).items())
     return f'''"""{command} as a recipe, written by `jaxtrain port {command}`.
@@ -48,7 +49,7 @@ from jaxtrain import port
 
 HERE = Path(__file__).parent
 SCRIPT = Path({str(script.resolve())!r})
-ARGS = {[*args]!r}
+{folder}ARGS = {[*args]!r}
 
 {_model_source(models)}
 
@@ -89,10 +90,12 @@ def _loss_source(result: Ported) -> str:
     of_window = "" if k == 1 else f"; the gradients of the {k} of an update are added"
     lines = [f'"""Return the loss of a micro-batch{of_window}."""']
     if found is not None:
-        returned = [*dict.fromkeys(found.rates), *([TURN] if result.turns else [])]
-        metrics = ", ".join(f'"{name}": batch["{name}"]' for name in returned)
+        metrics = ", ".join(f'"{name}": batch["{name}"]' for name in dict.fromkeys(found.rates))
         lines.append("batch = port.micro_batch(batch)")
-    model = "port.at_turn(models)" if result.turns else "model"
+    if result.turns:
+        lines.append("turn, batch = port.turn(batch)")
+        metrics = '"turn": turn'
+    model = "models[turn]" if result.turns else "model"
     lines.append(
         f"loss, {'new_state' if has_state else '_'} = {model}(params, batch, rng{', model_state' * has_state})"
     )
@@ -111,7 +114,7 @@ def _data_source(result: Ported) -> str:
     frozen = sorted(name for name in result.model.params if all(model.frozen(name) for model in models))
     end = f"\n            frozen={set(frozen)!r}.__contains__," if frozen else ""
     if training.loader is None:
-        return f'port.ScriptBatches(SCRIPT, ARGS, HERE / "{INPUTS}"),{end}'
+        return f'port.ScriptBatches(SCRIPT, ARGS, HERE / "{INPUTS}", FOLDER),{end}'
     keys, loader = _batch_keys(training, training.loader), f"port.script_loader(SCRIPT, ARGS, {training.loader})"
     if training.accumulate > 1:
         return f"port.ScriptRows({loader}, {keys!r}),{end}"
@@ -157,8 +160,9 @@ def _settings(result: Ported) -> dict[str, tuple[str, Any, str]]:
         found["precision"] = ("str", PRECISIONS[training.autocast], _at(_first_autocast(training)))
     if (scale := _loss_scale(training)) is not None:
         found["loss_scale"] = ("str | None", scale, "")
-    if more := sum(len(turn.programs) - 1 for turn in training.of_turns):
-        found["allow_recompile"] = ("int", more, "batches differ in size")
+    if more := sum(len(turn.programs) for turn in training.of_turns) - 1:
+        why = "a program for each optimizer" if training.turns else "batches differ in size"
+        found["allow_recompile"] = ("int", more, why)
     return found
 
 

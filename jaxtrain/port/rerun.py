@@ -51,8 +51,8 @@ def _check_update(
         loss = functools.reduce(torch.add, losses).detach()
         if not torch.equal(loss, backward.loss) and not (loss.isnan() & backward.loss.isnan()).all():
             raise _differs("the loss", number, backward.line)
-        for part in losses:
-            scaler.scale(part).backward(retain_graph=part is not losses[-1])
+        for one in losses:
+            scaler.scale(one).backward(retain_graph=one is not losses[-1])
     if update.scale is not None:
         scaler.unscale_(optimizer)
     for clip in update.clips:

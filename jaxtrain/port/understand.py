@@ -11,7 +11,7 @@ import torch
 
 from jaxtrain.errors import UserError
 from jaxtrain.port.calls import Value
-from jaxtrain.port.cut import Cut, Feed, Place, Shape, cut, place_of
+from jaxtrain.port.cut import Cut, Feed, Place, cut, place_of
 from jaxtrain.port.inputs import Inputs, free, of_batches
 from jaxtrain.port.recorder import has_tensors
 from jaxtrain.port.recording import Backward, Clip, Leaf, Recording, Update
@@ -69,12 +69,7 @@ class Training:
 
     def feed(self) -> Feed:
         """Return what the script gives to the updates of a run."""
-        cuts = tuple(training.cut for training in self.of_turns if training.cut is not None)
-        if not self.turns:
-            return Feed(cuts, {})
-        firsts = [training.inputs(b).batch_of(b) for training in self.turns for b, _ in training.programs[:1]]
-        empty = {f"{i}.{name}": Shape.of(x) for i, batch in enumerate(firsts) for name, x in batch.items()}
-        return Feed(cuts, empty)
+        return Feed(tuple(training.cut for training in self.of_turns if training.cut is not None))
 
     def windows(self) -> list[tuple[Update, list[dict[str, torch.Tensor]]]]:
         """Return the micro-batches of each update, as a run takes them."""
@@ -116,9 +111,9 @@ def understood(recording: Recording) -> Training:
     if len(optimizers) > 1:
         return _in_turn(recording, optimizers)
     try:
-        return _with_loader(recording, *optimizers)
+        return _with_loader(recording, optimizers[0])
     except UserError:
-        return _with_cut(recording, *optimizers)
+        return _with_cut(recording, optimizers[0])
 
 
 def _in_turn(recording: Recording, optimizers: Sequence[torch.optim.Optimizer]) -> Training:
@@ -126,6 +121,11 @@ def _in_turn(recording: Recording, optimizers: Sequence[torch.optim.Optimizer]) 
     skipped = next((update for update in recording.updates if update.optimizer is None), None)
     if skipped is not None:
         raise refused_at("several optimizers and a GradScaler", skipped.line, "scale no loss")
+    owners: dict[int, torch.optim.Optimizer] = {}
+    for optimizer, p in ((o, p) for o in optimizers for group in o.param_groups for p in group["params"]):
+        if owners.setdefault(id(p), optimizer) is not optimizer:
+            line = recording.optimizers[id(optimizer)]
+            raise refused_at("a parameter is trained by two optimizers", line, "give it to one of them")
     modules = _modules(recording, [b for update in recording.updates for b in update.backwards], *optimizers)
     turns = of_turns(recording, optimizers)
     made = [made_in(turn) for turn in turns]

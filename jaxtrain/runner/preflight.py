@@ -5,6 +5,7 @@ import dataclasses
 import math
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +146,23 @@ def _check_arguments(call: Any) -> None:
 def _check_update(optimizer: optax.GradientTransformationExtraArgs) -> None:
     like = {"kernel": jax.ShapeDtypeStruct((2, 2), np.float32)}
     state = jax.eval_shape(optimizer.init, like)
-    updates, _ = jax.eval_shape(optimizer.update, like, state, like)
+    update = partial(optimizer.update, metrics=_AnyMetric())
+    updates, _ = jax.eval_shape(update, like, state, like)
     if jax.tree.map(lambda x: x.shape, updates) != jax.tree.map(lambda x: x.shape, like):
         raise UserError("the optimizer returned updates whose shapes differ from the parameters'")
+
+
+class _AnyMetric(dict[str, Any]):
+    """Metrics of a loss function that is not known yet."""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> np.ndarray:
+        return np.zeros((), np.float32)
 
 
 @contextlib.contextmanager

@@ -50,19 +50,27 @@ def dropout_masks(case: Case, precision: str, *, accumulate: int, steps: int, se
       UserError: The number of masks depends on the data.
     """
     with jax.enable_x64(precision == "fp64"), jax.numpy_dtype_promotion("standard"):
-        # Shapes and the key determine the masks: zeros and one batch are enough.
+        # Shapes and the key determine the masks: zeros and one batch of each shape are enough.
         dtypes = "fp64" if precision == "fp64" else "fp32"  # other programs in float64 are traced in 32 bits
         params, model_state = arrays(jax.tree.map(_zeros, (case.params_like, case.state_like)), dtypes)
-        batch = arrays(case.batch(seed, case.rows // accumulate), dtypes)
-        key = jax.random.key(seed)
-        masks = dropout_mask_fn(case.loss_fn)
-        # Traced as the run of that precision traces the loss.
-        draw = jax.jit(in_float64(masks) if precision == "fp64" else masks).trace(params, batch, key, model_state)
-        if not draw.jaxpr.out_avals:
-            return [[] for _ in range(steps * accumulate)]  # without dropout there is nothing to compile
-        draw = draw.lower().compile()
-        keys = [micro_batch_key(key, i) for i in range(steps * accumulate)]
-        return [[np.asarray(mask) for mask in draw(params, batch, key, model_state)] for key in keys]
+        key, masks, compiled = jax.random.key(seed), dropout_mask_fn(case.loss_fn), dict[Any, Any]()
+        found: list[Masks] = []
+        for step, batch in enumerate(case.batches_like(seed, steps, case.rows // accumulate)):
+            given = arrays(batch, dtypes)
+            shapes = tuple((name, x.shape, str(x.dtype)) for name, x in given.items())
+            if shapes not in compiled:
+                # Traced as the run of that precision traces the loss.
+                traced = jax.jit(in_float64(masks) if precision == "fp64" else masks).trace(
+                    params, given, key, model_state
+                )
+                # Without dropout there is nothing to compile.
+                compiled[shapes] = traced.lower().compile() if traced.jaxpr.out_avals else None
+            draw = compiled[shapes]
+            for i in range(accumulate):
+                of_micro_batch = micro_batch_key(key, step * accumulate + i)
+                drawn = [] if draw is None else draw(params, given, of_micro_batch, model_state)
+                found.append([np.asarray(mask) for mask in drawn])
+        return found
 
 
 def mask_lines(case: Case) -> list[str]:

@@ -140,6 +140,12 @@ KINKS = {
     "pow": Kink(sub.pow, torch.pow, jnp.power, ([0, 0, 2], [0, 2, 3]), ([NAN, 0, 12], [0, 0, 8 * np.log(2)])),
     "pow 0": Kink(lambda x: sub.pow(x, 0.0), lambda x: x**0.0, lambda x: jnp.power(x, 0.0), ([0, 1],), ([NAN, 0],)),
 }
+_at_bound = torch.zeros((), requires_grad=True)
+torch.clamp(_at_bound, 0).backward()
+OTHER_CLAMP = pytest.mark.skipif(_at_bound.grad == 0, reason="PyTorch 2.14: tests/torch_import/test_ties.py")
+OF_PYTORCH = [
+    pytest.param(kink, id=name, marks=[OTHER_CLAMP] if name.startswith("clamp") else []) for name, kink in KINKS.items()
+]
 SMOOTH = {
     **{name: (kink.ours, kink.theirs, [np.shape(x) for x in kink.at]) for name, kink in KINKS.items()},
     "max of rows": (lambda x: sub.max(x, -1), lambda x: torch.max(x, -1).values, [(3, 5)]),
@@ -188,7 +194,7 @@ def in_jax(fn, points):
     return np.asarray(value), [np.asarray(g) for g in grads]
 
 
-@pytest.mark.parametrize("kink", KINKS.values(), ids=KINKS)
+@pytest.mark.parametrize("kink", OF_PYTORCH)
 def test_values_and_gradients_at_a_kink_equal_pytorch(kink):
     value, grads = in_torch(kink.theirs, kink.at)
     our_value, our_grads = in_jax(kink.ours, kink.at)
@@ -247,7 +253,7 @@ def test_functions_support_second_derivatives_vmap_and_jit(kink):
         np.testing.assert_allclose(pair, np.stack([alone, alone]), rtol=1e-15)
 
 
-@pytest.mark.parametrize("kink", KINKS.values(), ids=KINKS)
+@pytest.mark.parametrize("kink", OF_PYTORCH)
 def test_gradients_under_autocast_equal_pytorch(kink):
     def gradient(*xs):
         return jax.grad(lambda *xs: kink.ours(*xs).astype(np.float32).sum(), tuple(range(len(xs))))(*xs)

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as theirs
 
 import jaxtrain as jt
 from jaxtrain.errors import UserError
-from jaxtrain.optim import rate_of_metric, reduce_lr_on_plateau, schedules, sgd, used_learning_rate
+from jaxtrain.optim import at_turn, groups, rate_of_metric, reduce_lr_on_plateau, schedules, sgd, used_learning_rate
 
 STEPS = 1000
 LR = st.floats(1e-4, 10)
@@ -439,3 +439,29 @@ def test_a_transformation_is_given_what_it_takes_alone():
     step = jt.train_step(lambda params, batch, rng: (jt.Loss(params.sum(), 1), {"a": 1.0}), tx)
     step(step.init(jnp.ones(2)), {"x": jnp.ones(2)})
     assert "value" in seen
+
+
+def test_optimizers_that_take_turns_are_those_of_two_loops():
+    def loss_fn(params, batch, rng):
+        return jt.Loss(sum(jnp.square(x - batch["x"].sum()).sum() for x in params.values()), 1), {
+            "turn": batch["turn"][0]
+        }
+
+    both = {"a": at_turn(sgd(0.1, momentum=0.9), 0), "b": at_turn(sgd(0.2, momentum=0.5), 1)}
+    step = jt.train_step(loss_fn, groups(lambda path: path, both))
+    state = step.init({"a": jnp.ones(2), "b": jnp.ones(3)})
+    expected = {"a": np.ones(2), "b": np.ones(3)}
+    velocity = {"a": np.zeros(2), "b": np.zeros(3)}
+    for i, turn in enumerate([0, 1, 1, 0, 1]):
+        state, _ = step(state, {"x": jnp.full(1, float(i)), "turn": jnp.array([turn], jnp.int32)})
+        name, lr, momentum = ("a", 0.1, 0.9) if turn == 0 else ("b", 0.2, 0.5)
+        velocity[name] = momentum * velocity[name] + 2 * (expected[name] - i)
+        expected[name] = expected[name] - lr * velocity[name]
+    for name, x in expected.items():
+        np.testing.assert_allclose(state.params[name], x, rtol=1e-6)
+
+
+def test_a_turn_that_the_loss_function_does_not_return_is_refused():
+    step = jt.train_step(lambda params, batch, rng: (jt.Loss(params.sum(), 1), {}), at_turn(sgd(0.1), 0))
+    with pytest.raises(UserError, match="loss_fn returns no metric 'turn'"):
+        step(step.init(jnp.ones(2)), {"x": jnp.ones(2)})

@@ -9,7 +9,7 @@ import torch
 
 from jaxtrain.errors import UserError
 from jaxtrain.port import ScriptBatches
-from jaxtrain.port.cut import Cut
+from jaxtrain.port.cut import Feed
 from jaxtrain.port.fed import check_fed
 from jaxtrain.port.kept_files import kept_files
 from jaxtrain.port.ported import ported
@@ -36,7 +36,7 @@ def test_a_generated_script_is_understood_to_the_bit(tmp_path: Path, number: int
     training = trained(path)
     check_rerun(training)
     assert training.cut is not None
-    assert Cut.of_json(training.cut.as_json()) == training.cut
+    assert Feed.of_json(training.feed().as_json()) == training.feed()
     names = {root.name for root in training.cut.roots if root.kind == "input"}
     assert {"x", "y"} <= names
     assert bool(training.cut.carried) == ("hidden = detached(hidden)\n        out" in text)
@@ -56,7 +56,7 @@ def test_the_script_gives_what_was_recorded_whatever_its_model_computes(tmp_path
     path.write_text(text)
     training = trained(path)
     assert training.cut is not None
-    (tmp_path / INPUTS).write_text(training.cut.as_json())
+    (tmp_path / INPUTS).write_text(training.feed().as_json())
     check_fed(training, path, [], tmp_path)
     recorded = [micro for _, window in training.windows() for micro in window]
     given = [*itertools.islice(ScriptBatches(path, [], tmp_path / INPUTS), len(recorded))]
@@ -126,7 +126,7 @@ def test_a_batch_that_depends_on_the_model_is_refused(tmp_path: Path) -> None:
     path = script(tmp_path, forward="w = 1 + model(x).mean().item()\n        loss = w * criterion(model(x), y)")
     training = trained(path)
     check_rerun(training)
-    (tmp_path / INPUTS).write_text(training.cut.as_json())
+    (tmp_path / INPUTS).write_text(training.feed().as_json())
     with pytest.raises(UserError, match="w depends on what the model computes") as error:
         check_fed(training, path, [], tmp_path)
     assert line_of(path, "loss.backward()") in str(error.value)
@@ -139,7 +139,7 @@ def test_an_update_that_computes_something_else_ends_the_batches(tmp_path: Path)
         "        loss = criterion(model(x), y) if epoch < 2 or i < 3 else model(x).square().mean()",
     )
     training = trained(path)
-    (tmp_path / INPUTS).write_text(training.cut.as_json())
+    (tmp_path / INPUTS).write_text(training.feed().as_json())
     given = itertools.islice(ScriptBatches(path, [], tmp_path / INPUTS), 2 * 7 + 4)
     with pytest.raises(UserError, match="the calls of an update differ from update to update"):
         list(given)
@@ -152,7 +152,7 @@ def test_a_script_that_fails_ends_the_batches(tmp_path: Path) -> None:
         step="optimizer.param_groups[0]['lr'] = 0.1 / (1 + i); optimizer.step(); optimizer.zero_grad()",
     )
     training = trained(path)
-    (tmp_path / INPUTS).write_text(training.cut.as_json())
+    (tmp_path / INPUTS).write_text(training.feed().as_json())
     with pytest.raises(UserError, match="ended with the exit status 1"):
         list(ScriptBatches(path, [], tmp_path / INPUTS))
 

@@ -113,14 +113,32 @@ REFUSED = {
         "differ from update to update",
         "loss = criterion(out, y) if",
     ),
-    "a second optimizer": (
+    "an optimizer that waits": (
         {
             "optimizer": "optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)\n"
             "other = torch.optim.SGD(model[2].parameters(), lr=0.1)",
-            "step": "optimizer.step(); loss = criterion(model(x), y); loss.backward(); other.step()",
         },
-        "a second optimizer steps",
-        "other.step()",
+        "an optimizer made no step in 17 updates",
+        "other = torch.optim",
+    ),
+    "a parameter of two optimizers": (
+        {
+            "optimizer": "optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)\n"
+            "other = torch.optim.SGD(model.parameters(), lr=0.1)",
+            "step": "optimizer.step(); loss = criterion(model(x), y); model.zero_grad(); loss.backward(); other.step()",
+        },
+        "a parameter is trained by two optimizers",
+        "other = torch.optim",
+    ),
+    "two optimizers that clip": (
+        {
+            "optimizer": "optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)\n"
+            "other = torch.optim.SGD(model[2].parameters(), lr=0.1)",
+            "step": "nn.utils.clip_grad_norm_(model[0].parameters(), 1.0)\n"
+            "        optimizer.step(); loss = criterion(model(x), y); model.zero_grad(); loss.backward(); other.step()",
+        },
+        "several optimizers and clipping",
+        "clip_grad_norm_",
     ),
     "momenta by hand": (
         {"step": "optimizer.step(); optimizer.zero_grad(); optimizer.param_groups[0]['momentum'] = 0.1 * (i % 2)"},
