@@ -1,4 +1,7 @@
-"""Losses on the distances or similarities of embeddings."""
+"""Losses on the distances or similarities of embeddings.
+
+At a margin they have the gradient of PyTorch before 2.14, whose `clamp` passes it on at its bounds.
+"""
 
 import jax
 import jax.numpy as jnp
