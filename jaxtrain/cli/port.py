@@ -102,29 +102,37 @@ def _say(name: str, text: str) -> None:
 
 def _found(training: Any) -> Iterator[tuple[str, str]]:
     """Yield what was found, as (name, line)."""
-    backward, _ = training.programs[0]
+    turns, updates = training.of_turns, len(training.recording.updates)
+    calls = " and ".join(f"{len(turn.programs[0][0].program.calls)} calls" for turn in turns)
+    programs = "one program" if len(turns) == 1 else f"{len(turns)} programs"
     count = sum(p.numel() for p in training.parameters().values())
-    updates, shapes = len(training.recording.updates), len(training.programs)
-    calls = f"{len(backward.program.calls)} calls of functions and modules"
+    sizes = sum(len(turn.programs) for turn in turns)
     yield (
         "recorded",
-        f"{updates} updates: one program of {calls}, {count:,} parameters; {shapes} batch shape{'s' * (shapes > 1)}",
+        f"{updates} updates: {programs} of {calls} of functions and modules, {count:,} parameters; "
+        f"{sizes} batch shape{'s' * (sizes > 1)}",
     )
-    optimizer = training.optimizer
+    clip, scheduler = training.clip, training.scheduler
     parts = [
         *(type(part).__name__ for part in training.modules.values()),
-        f"{type(optimizer).__name__} lr {training.recording.updates[0].settings[0]['lr']:g}",
+        *(f"{type(t.optimizer).__name__} lr {t.recording.updates[0].settings[0]['lr']:g}" for t in turns),
         *(
             []
-            if training.scheduler is None
-            else [f"{type(training.scheduler).__name__} by {'epoch' if training.is_by_epoch else 'update'}"]
+            if scheduler is None
+            else [f"{type(scheduler).__name__} by {'epoch' if training.is_by_epoch else 'update'}"]
         ),
+        *(["rates of the script"] if training.cut is not None and training.cut.rates else []),
         *([f"autocast {str(training.autocast).removeprefix('torch.')}"] if training.autocast else []),
         *(["GradScaler"] if training.is_scaled else []),
         *([f"accumulate {training.accumulate}"] if training.accumulate > 1 else []),
-        *([f"{training.clip.function.strip('_')} {training.clip.bound:g}"] if training.clip else []),
+        *([f"{clip.function.strip('_')} {clip.bound:g}"] if clip else []),
     ]
     yield "found", " · ".join(parts)
+    for turn in turns:
+        if turn.cut is not None and (carried := [*turn.cut.carried]):
+            yield "carried", f"{', '.join(carried)}, from update to update"
+        if turn.cut is not None and turn.cut.numbers:
+            yield "input", f"{', '.join(x.name for x in turn.cut.numbers)}, which differ by update"
     reads = dict.fromkeys(line for update in training.recording.updates for b in update.backwards for line in b.reads)
     for line in reads:
         yield "seen", f"a value of a tensor is read ({Path(line.file).name}:{line.number}); no update depends on it"

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from jaxtrain.errors import UserError
@@ -25,6 +24,7 @@ from jaxtrain.port.recording import Backward
 from jaxtrain.port.refused import Refused, refused_at
 from jaxtrain.port.script import Watch, digest, run
 from jaxtrain.port.turns import Turns
+from jaxtrain.torch_internals import pytree
 
 
 class Feeder(Watch):

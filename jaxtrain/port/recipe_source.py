@@ -170,7 +170,8 @@ def _length(training: Training) -> tuple[tuple[int, str], str]:
     """Return how many updates the script makes, with a comment, and where its data come from."""
     recording = training.recording
     if training.loader is None:
-        length = "as in the script" if recording.is_over else "choose as many as you need"
+        is_whole = recording.is_over and not recording.is_shortened
+        length = "as in the script" if is_whole else "choose as many as you need"
         return (len(recording.updates), length), _at(training.programs[0][0].line)
     passes = sum(update.passes.count(training.loader) for update in (*recording.updates, recording.rest))
     epochs = passes if recording.is_over else 1

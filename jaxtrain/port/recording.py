@@ -133,6 +133,7 @@ class Recording:
       scaler: Its `GradScaler`; None without one.
       start: Parameters and buffers of these modules before the first update, by identity.
       is_over: Whether the script ended by itself.
+      is_shortened: Whether passes over its DataLoaders left batches out.
     """
 
     updates: list[Update] = field(default_factory=list)
@@ -145,3 +146,4 @@ class Recording:
     scaler: Any = None
     start: dict[int, torch.Tensor] = field(default_factory=dict)
     is_over: bool = False
+    is_shortened: bool = False

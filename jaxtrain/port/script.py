@@ -292,7 +292,10 @@ class Watch:
 
     def one_pass(self, loader: Any) -> Iterator[Any]:
         """Return the batches of a pass over a DataLoader."""
-        return short_pass(loader)
+        return short_pass(loader, self._left_out)
+
+    def _left_out(self) -> None:
+        self.recording.is_shortened = True
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Record the gradients of an update; call a closure that computes them."""

@@ -5,7 +5,7 @@ pass would end. Their number and order decide nothing that a recording needs, bu
 may be smaller, and schedulers, evaluations and checkpoints follow it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -17,11 +17,12 @@ MANY = 100_000
 """Batches of a pass that is not shortened, because its end is far."""
 
 
-def short_pass(loader: Any) -> Iterator[Any]:
+def short_pass(loader: Any, on_left_out: Callable[[], None]) -> Iterator[Any]:
     """Iterate over the first batches of a loader and the last one, without its workers.
 
     Args:
       loader: A `torch.utils.data.DataLoader`.
+      on_left_out: Called if batches between are left out.
     """
     if isinstance(loader.dataset, IterableDataset):
         workers, loader.num_workers = loader.num_workers, 0
@@ -30,6 +31,7 @@ def short_pass(loader: Any) -> Iterator[Any]:
         finally:
             loader.num_workers = workers
         yield from (batch for _, batch in zip(range(FIRST + 1), batches, strict=False))
+        on_left_out()
         return
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     first = FIRST if not hasattr(sampler, "__len__") or len(sampler) <= MANY else len(sampler)
@@ -37,8 +39,10 @@ def short_pass(loader: Any) -> Iterator[Any]:
     for i, index in enumerate(sampler):
         if i < first:
             yield _fetched(loader, index)
-        else:
-            last = [index]
+            continue
+        if last is not None:
+            on_left_out()
+        last = [index]
     if last is not None:
         yield _fetched(loader, *last)
 

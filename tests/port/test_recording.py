@@ -5,12 +5,15 @@ from pathlib import Path
 
 import jax
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from jaxtrain.errors import UserError
 from jaxtrain.optim import SCHEDULES, build_expression
 from jaxtrain.port.ported import ported
 from jaxtrain.port.rerun import check_rerun
 from jaxtrain.port.script import record
+from jaxtrain.port.short_passes import short_pass
 from jaxtrain.port.understand import Training, understood
 
 from .loops import line_of, script
@@ -251,7 +254,17 @@ def test_training_is_read_from_one_epoch_that_ends(tmp_path: Path) -> None:
     assert training.is_by_epoch
     assert training.recording.is_over
     assert len(training.recording.updates) == 7
+    assert not training.recording.is_shortened
     check_rerun(training)
+
+
+@pytest.mark.parametrize(("rows", "count", "left_out"), [(48, 6, 0), (56, 7, 0), (60, 8, 0), (64, 8, 0), (75, 8, 2)])
+def test_a_short_pass_has_the_first_batches_and_the_last(rows: int, count: int, left_out: int) -> None:
+    loader, calls = DataLoader(TensorDataset(torch.arange(rows)), batch_size=8), []
+    batches = [x.tolist() for (x,) in short_pass(loader, lambda: calls.append(1))]
+    whole = [x.tolist() for (x,) in loader]
+    assert batches == [*whole[:7], *whole[7:][-1:]]
+    assert (len(batches), len(calls)) == (count, left_out)
 
 
 def test_windows_of_batches_that_differ_in_size_are_refused(tmp_path: Path) -> None:
