@@ -136,3 +136,5 @@ def _found(training: Any) -> Iterator[tuple[str, str]]:
     reads = dict.fromkeys(line for update in training.recording.updates for b in update.backwards for line in b.reads)
     for line in reads:
         yield "seen", f"a value of a tensor is read ({Path(line.file).name}:{line.number}); no update depends on it"
+    for line in training.left_out():
+        yield "left out", f"parameters are read ({Path(line.file).name}:{line.number}); no loss depends on the result"

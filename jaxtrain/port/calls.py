@@ -72,6 +72,7 @@ class Call(NamedTuple):
       line: The innermost line of the script that is executed.
       random: State of PyTorch's generator before the call; None for one that draws nothing.
       origin: What its results depend on.
+      own: The parameters and buffers of a module.
       evaluated: Identities of the modules in evaluation mode, of a module and its parts.
       is_repeated: Whether the program makes a call again that an update before has made, for the same result.
     """
@@ -85,12 +86,28 @@ class Call(NamedTuple):
     line: Line
     random: torch.Tensor | None
     origin: Origin
-    evaluated: frozenset[int]
+    own: tuple[Value, ...] = ()
+    evaluated: frozenset[int] = frozenset()
     is_repeated: bool = False
 
     def reads(self) -> Iterator[Value]:
         """Yield the tensors among the arguments."""
         yield from values_in((self.args, self.kwargs))
+
+    @property
+    def sets_data(self) -> bool:
+        """Whether it is `x.data = y`."""
+        return _is_attribute(self.function, "__set__", "data")
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether it is `x.data`."""
+        return _is_attribute(self.function, "__get__", "data")
+
+
+def _is_attribute(function: Any, method: str, name: str) -> bool:
+    is_method = getattr(function, "__name__", "") == method
+    return is_method and getattr(getattr(function, "__self__", None), "__name__", "") == name
 
 
 class Program(NamedTuple):
@@ -150,7 +167,7 @@ class Interval(NamedTuple):
             if (makes or any(self.memory[value] in places for value in call.writes)) and follows(call):
                 found.append(call)
                 wanted.update(call.reads())
-                places.update(self.memory[value] for value in call.reads())
+                places.update(self.memory[value] for value in (*call.reads(), *call.own))
         found.reverse()
         made = {value for call in found for _, value in call.results}
         read = dict.fromkeys(value for call in found for value in call.reads())
@@ -158,6 +175,25 @@ class Interval(NamedTuple):
             read[self.loss] = None
         roots = tuple(value for value in read if value not in made)
         return Program(tuple(found), self.loss, roots, tuple(kept), self.parts)
+
+
+def separate(call: Call) -> list[Call]:
+    """Return a call of lists of tensors, as `torch._foreach_add_`, as calls of one tensor after another."""
+    name = getattr(call.function, "__name__", "")
+    function = getattr(torch.Tensor, name.removeprefix(_FOREACH), None)
+    if not name.startswith(_FOREACH) or function is None:
+        return [call]
+    found = []
+    for i in range(len(call.args[0])):
+        args = tuple(x[i] if isinstance(x, list | tuple) and not isinstance(x, Value) else x for x in call.args)
+        results = tuple((path[1:], value) for path, value in call.results if path[:1] == (("item", i),))
+        writes = tuple(value for value in call.writes if value == args[0])
+        found.append(call._replace(function=function, args=args, results=results, writes=writes))
+    return found
+
+
+_FOREACH = "_foreach_"
+"""Prefix of PyTorch's functions of lists of tensors."""
 
 
 def values_in(argument: Any) -> Iterator[Value]:

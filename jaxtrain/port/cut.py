@@ -2,7 +2,8 @@
 
 What a script computes without its model, such as the rows of a batch, noise, a mask or an annealed weight, is an input
 of its programs, which the script itself makes while the port trains (`jaxtrain.port.feeder`). Tensors that the model
-computed in the update before are carried from update to update, as hidden states are.
+computed in the update before are carried from update to update, as hidden states are. What a script computes after an
+update, such as the weights of a teacher that follow those of a student, is the lead of the next program.
 """
 
 import inspect
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jaxtrain.port.calls import ALIAS, Call, Origin, Step, Value, mapped
-from jaxtrain.port.inputs import Inputs, free, owned_values
+from jaxtrain.port.inputs import Inputs, changed, free, owned_values
 from jaxtrain.port.recording import Backward, Recording
 from jaxtrain.port.refused import refused_at
 from jaxtrain.port.same_program import SAME
@@ -68,6 +69,20 @@ class Number(NamedTuple):
     path: tuple[Step, ...]
 
 
+class Lead(NamedTuple):
+    """What follows an update: the first calls of a program.
+
+    Attributes:
+      calls: How many.
+      reads: How many times these read a root.
+      changes: The names of the parameters and buffers that they change.
+    """
+
+    calls: int
+    reads: int
+    changes: tuple[str, ...]
+
+
 class Root(NamedTuple):
     """A tensor that a program reads and does not make.
 
@@ -96,6 +111,7 @@ class Cut:
       numbers: The numbers that differ.
       rates: Names of the learning rates of the optimizer's groups, if the script gives them.
       window: Number of micro-batches to which shorter windows are filled up; 0 if all have the same number.
+      lead: What follows an update, which a micro-batch that follows none does without; None if all begin alike.
     """
 
     calls: tuple[Key, ...]
@@ -107,6 +123,7 @@ class Cut:
     numbers: tuple[Number, ...]
     rates: tuple[str, ...] = ()
     window: int = 0
+    lead: Lead | None = None
 
     def read(self, backward: Backward, before: Backward | None) -> Backward:
         """Return the program of an interval from where the model begins.
@@ -119,9 +136,10 @@ class Cut:
           UserError: It is another program.
         """
         found = _program(backward, self.calls, self.places)
-        if len(_reads(found)) != len(self.slots) or _calls(found) != self.calls:
+        absent = _absent(found, self.calls, self.lead)
+        if _calls(found) != self.calls[absent.calls :] or len(_reads(found)) + absent.reads != len(self.slots):
             raise refused_at("the calls of an update differ from update to update", _other_line(self, found), SAME)
-        found = _with_numbers(_with_slots(found, self.slots), self.numbers)
+        found = _with_numbers(_with_slots(found, self.slots, absent), self.numbers, absent)
         by_name = {
             root.name: x for x, root in zip(found.program.roots, self.roots, strict=True) if root.kind == "input"
         }
@@ -133,7 +151,9 @@ class Cut:
                 "some of the tensors that are carried are given anew", backward.line, "give all of them anew"
             )
         kept = (*found.program.kept, *(by_name[name] for name in self.foreign))  # foreign ones stay as they are
-        return replace(found, is_carried=any(flags), program=found.program._replace(kept=kept))
+        return replace(
+            found, is_carried=any(flags), is_led=absent.calls == 0, program=found.program._replace(kept=kept)
+        )
 
     def inputs(self, backward: Backward) -> Inputs:
         """Return where the roots of a program come from, which `read` has returned."""
@@ -141,10 +161,11 @@ class Cut:
         for value, root in zip(backward.program.roots, self.roots, strict=True):
             by_kind[root.kind][value] = root.name
         constants = {x: backward.tensors[x] for x in by_kind["constant"]}
+        lead = (0, ()) if self.lead is None else (self.lead.calls, self.lead.changes)
         kept = dict(zip((*self.carried, *self.foreign), backward.program.kept, strict=True))
         known = backward.interval
         sizes = {name: known.sizes[x] if x in known.sizes else tuple(known.given[x].shape) for name, x in kept.items()}
-        return Inputs(by_kind["model"], by_kind["input"], {}, constants, kept, sizes)
+        return Inputs(by_kind["model"], by_kind["input"], {}, constants, kept, sizes, *lead)
 
     def completed(
         self, window: Sequence[Mapping[str, torch.Tensor]], groups: Sequence[Mapping[str, Any]]
@@ -216,6 +237,7 @@ def _cut_of(found: Mapping[str, Any]) -> Cut:
         numbers=tuple(Number(name, call, _path(path)) for name, call, path in found["numbers"]),
         rates=tuple(found["rates"]),
         window=found["window"],
+        lead=None if found["lead"] is None else Lead(*found["lead"][:2], tuple(found["lead"][2])),
     )
 
 
@@ -243,14 +265,31 @@ def cut(
     backwards = [backward for update in recording.updates for backward in update.backwards]
     calls, places = _calls_of_model(backwards, modules, produced or {})
     programs = [_program(backward, calls, places) for backward in backwards]
-    slots = _slots(programs)
-    separate = [_with_slots(program, slots) for program in programs]
-    numbers = _differing_numbers(programs)
-    found = _common(separate, _calls(programs[0]), slots, modules, places, numbers, others, produced or {})
+    first = max(programs, key=lambda backward: len(backward.program.calls))
+    lead = _lead(programs, first, modules)
+    absent = [_absent(program, _calls(first), lead) for program in programs]
+    slots = _slots(programs, absent, _reads(first))
+    numbers = _differing_numbers(first, programs, absent)
+    separate = [_with_slots(program, slots, its) for program, its in zip(programs, absent, strict=True)]
+    of_first = separate[programs.index(first)]
+    roots, carried, foreign = _roots(of_first, separate, modules, numbers, others)
+    by_place = {**(produced or {}), **carried}
+    if by_place.keys() != {*places}:
+        raise refused_at("some updates alone read what the model computed before", first.line, SAME)
+    found = Cut(
+        calls=_calls(first),
+        slots=slots,
+        roots=(*roots, *(Root("input", x.name) for x in numbers)),
+        carried=tuple(by_place[place] for place in places),
+        places=places,
+        foreign=foreign,
+        numbers=numbers,
+        lead=lead,
+    )
     read = [found.read(backward, before) for before, backward in zip([None, *backwards], backwards, strict=False)]
     for backward in read:
-        owned = owned_values(backward, modules)
-        if owned != found.inputs(backward).owned:
+        known, owned = owned_values(backward, modules), found.inputs(backward).owned
+        if known != {x: name for x, name in owned.items() if x in known or backward.is_led}:
             raise refused_at("an update reads other parameters than the first one", backward.line, SAME)
     return read, found
 
@@ -293,28 +332,75 @@ def _reads(backward: Backward) -> list[Value]:
     return [value for call in backward.program.calls for value in call.reads() if value in roots]
 
 
-def _slots(backwards: Sequence[Backward]) -> tuple[int, ...]:
-    """Return numbers for the places where programs read roots: equal ones where all read one tensor."""
-    reads = [_reads(backward) for backward in backwards]
-    same = [found for found in reads if len(found) == len(reads[0])]
-    first = [{value: i for i, value in reversed([*enumerate(found)])} for found in same]
-    keys = [tuple(of[found[i]] for of, found in zip(first, same, strict=True)) for i in range(len(reads[0]))]
+def _lead(backwards: Sequence[Backward], longest: Backward, modules: Mapping[str, torch.nn.Module]) -> Lead | None:
+    """Return the first calls of the longest program, if others are the same without these.
+
+    The other calls read nothing that these make: they see what these change in parameters and buffers.
+    """
+    keys, found = _calls(longest), [_calls(backward) for backward in backwards]
+    count = len(keys) - min(map(len, found))
+    lead, rest = longest.program.calls[:count], longest.program.calls[count:]
+    made = {value for call in lead for _, value in call.results}
+    if (
+        count == 0
+        or any(x not in (keys, keys[count:]) for x in found)
+        or any(x in made for c in rest for x in c.reads())
+    ):
+        return None
+    owned, roots = owned_values(longest, modules), {*longest.program.roots}
+    for call in lead:
+        if any(value in roots and value not in owned for value in call.reads()):
+            raise refused_at(
+                "what follows an update reads more than parameters and buffers",
+                call.line,
+                "compute it before the update",
+            )
+    reads = sum(value in roots for call in lead for value in call.reads())
+    return Lead(count, reads, changed(longest, lead, modules))
+
+
+def _absent(backward: Backward, calls: tuple[Key, ...], lead: Lead | None) -> Lead:
+    """Return what a program lacks of some calls: their lead, or nothing."""
+    lacks_it = lead is not None and _calls(backward) == calls[lead.calls :]
+    return lead if lead is not None and lacks_it else Lead(0, 0, ())
+
+
+def _slots(backwards: Sequence[Backward], absent: Sequence[Lead], of_first: Sequence[Value]) -> tuple[int, ...]:
+    """Return numbers for the places where programs read roots: equal ones where all read one tensor.
+
+    Args:
+      backwards: The programs.
+      absent: What they lack.
+      of_first: The roots that a program reads that lacks nothing.
+    """
+    begins = {value: i for i, value in reversed([*enumerate(of_first)])}
+    keys: list[tuple[int, ...]] = [()] * len(of_first)
+    for backward, its in zip(backwards, absent, strict=True):
+        reads = _reads(backward)
+        if len(reads) + its.reads == len(of_first):
+            first = {value: i for i, value in reversed([*enumerate(reads, its.reads)])}
+            of_place = [*of_first[: its.reads], *reads]
+            keys = [
+                (*key, begins[of_first[i]] if begins[of_first[i]] < its.reads else first[of_place[i]])
+                for i, key in enumerate(keys)
+            ]
     numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     return tuple(numbers[key] for key in keys)
 
 
-def _with_slots(backward: Backward, slots: Sequence[int]) -> Backward:
+def _with_slots(backward: Backward, slots: Sequence[int], absent: Lead) -> Backward:
     """Return a program with a root of its own for each number; programs of another number of reads are left."""
     reads = _reads(backward)
-    if len(reads) != len(slots):
+    if len(reads) + absent.reads != len(slots):
         return backward
     given, of_slot = dict(backward.interval.given), dict[int, Value]()
-    for slot, value in zip(slots, reads, strict=True):
+    for slot, value in zip(slots[absent.reads :], reads, strict=True):
         if slot not in of_slot:
             of_slot[slot] = Value(-ALIAS - slot) if value in of_slot.values() else value
             if of_slot[slot] != value:
                 given[of_slot[slot]] = given[value]
-    places, roots = iter(slots), {*backward.program.roots}
+    of_slot |= {slot: Value(-ALIAS - slot) for slot in slots if slot not in of_slot}
+    places, roots = iter(slots[absent.reads :]), {*backward.program.roots}
     calls = [
         call._replace(
             args=mapped(call.args, lambda x: of_slot[next(places)] if x in roots else x),
@@ -383,29 +469,26 @@ def _other_line(found: Cut, backward: Backward) -> Line:
     return next((call.line for call, key, other in pairs if key != other), backward.line)
 
 
-def _differing_numbers(backwards: Sequence[Backward]) -> tuple[Number, ...]:
+def _differing_numbers(first: Backward, backwards: Sequence[Backward], absent: Sequence[Lead]) -> tuple[Number, ...]:
     """Return the numbers of a program that differ from update to update."""
-    first, *others = backwards
     found: list[Number] = []
     for i, call in enumerate(first.program.calls):
         if not _takes_numbers(call):
             continue
+        places = ((b, i - its.calls) for b, its in zip(backwards, absent, strict=True))
+        same = [(b, b.program.calls[k]) for b, k in places if 0 <= k < len(b.program.calls)]
         for path, number in numbers_in((call.args, call.kwargs)):
-            same = (b.program.calls[i] for b in others if i < len(b.program.calls))
-            if any(dict(numbers_in((other.args, other.kwargs))).get(path, number) != number for other in same):
-                name = free(_number_name(backwards, i, path), [x.name for x in found])
+            values = [(b, dict(numbers_in((c.args, c.kwargs))).get(path, number)) for b, c in same]
+            if any(value != number for _, value in values):
+                name = free(_number_name(values), [x.name for x in found])
                 found.append(Number(name, i, path))
     return tuple(found)
 
 
-def _number_name(backwards: Sequence[Backward], call: int, path: tuple[Step, ...]) -> str:
+def _number_name(values: Sequence[tuple[Backward, float]]) -> str:
     """Return the name of a variable of the script that always has the value of a number."""
-    names = {*backwards[0].numbers}
-    for backward in backwards:
-        calls = backward.program.calls
-        value = dict(numbers_in((calls[call].args, calls[call].kwargs))).get(path) if call < len(calls) else None
-        names &= {name for name, x in backward.numbers.items() if x == value}
-    return min(names, default="number")
+    names = [{name for name, x in backward.numbers.items() if x == value} for backward, value in values]
+    return min(set.intersection(*names), default="number")
 
 
 def _takes_numbers(call: Call) -> bool:
@@ -425,18 +508,22 @@ def numbers_in(argument: Any, path: tuple[Step, ...] = ()) -> Iterator[tuple[tup
             yield from numbers_in(item, (*path, ("item", i)))
 
 
-def _with_numbers(backward: Backward, numbers: Sequence[Number]) -> Backward:
+def _with_numbers(backward: Backward, numbers: Sequence[Number], absent: Lead) -> Backward:
     """Return a program that reads numbers that differ as tensors of float64, PyTorch's own precision of numbers."""
     calls, given = [*backward.program.calls], dict(backward.interval.given)
     values = [Value(-1 - k) for k in range(len(numbers))]
     for value, number in zip(values, numbers, strict=True):
-        call = calls[number.call] if number.call < len(calls) else None
+        i = number.call - absent.calls
+        if i < 0:
+            given[value] = torch.zeros((), dtype=torch.float64)
+            continue
+        call = calls[i] if i < len(calls) else None
         there = {} if call is None else dict(numbers_in((call.args, call.kwargs)))
         if call is None or number.path not in there:
             raise refused_at("a number is no number in every update", (call or calls[-1]).line, SAME)
         given[value] = torch.tensor(there[number.path], dtype=torch.float64)
         args, kwargs = _replaced((call.args, call.kwargs), number.path, value)
-        calls[number.call] = call._replace(args=args, kwargs=kwargs)
+        calls[i] = call._replace(args=args, kwargs=kwargs)
     program = backward.program._replace(calls=tuple(calls), roots=(*backward.program.roots, *values))
     return replace(backward, program=program, interval=backward.interval._replace(given=given))
 
@@ -451,18 +538,20 @@ def _replaced(argument: Any, path: tuple[Step, ...], new: Any) -> Any:
     return items if isinstance(argument, list) else tuple(items)
 
 
-def _common(
+def _roots(
+    first: Backward,
     backwards: Sequence[Backward],
-    calls: tuple[Key, ...],
-    slots: tuple[int, ...],
     modules: Mapping[str, torch.nn.Module],
-    places: tuple[Place, ...],
     numbers: tuple[Number, ...],
     others: Collection[Value],
-    produced: Mapping[Place, str],
-) -> Cut:
-    """Return what programs have in common, those of the first one's roots."""
-    first, count = backwards[0], len(backwards[0].program.roots)
+) -> tuple[list[Root], dict[Place, str], tuple[str, ...]]:
+    """Return the roots of all programs, by those of the first one.
+
+    Returns:
+      The roots; the names of those that the update before makes, by where it does; the names of those that other
+      optimizers' programs make.
+    """
+    count = len(first.program.roots)
     owned = owned_values(first, modules)
     same = [backward for backward in backwards if len(backward.program.roots) == count]
     carried_at: dict[int, Place] = {}
@@ -471,7 +560,8 @@ def _common(
         for i, value in enumerate(backward.program.roots[:count]):
             if value in of_before and first.program.roots[i] not in owned:
                 carried_at[i] = place_of(before, value)
-    digests = [{digest(b.tensors.get(b.program.roots[i])) for b in same} for i in range(count)]
+    of_place = [[b.program.roots[i] for b in same] for i in range(count)]
+    digests = [{digest(b.tensors[x]) for b, x in zip(same, found, strict=True) if x in b.tensors} for found in of_place]
     foreign_at = {i for i in range(count) if i not in carried_at and all(b.program.roots[i] in others for b in same)}
     foreign_at = {i for i in foreign_at if first.program.roots[i] not in owned}
     # A script whose batches never differ, as for a graph, gives all that it has.
@@ -489,21 +579,8 @@ def _common(
             roots.append(Root("input", free(name or _input_name(first, value), taken)))
             foreign += [roots[-1].name] if i in foreign_at else []
         else:
-            roots.append(Root("constant", digests[i].pop() or ""))
-    by_place = {place: roots[i].name for i, place in carried_at.items()}
-    by_place = {**produced, **by_place}
-    if by_place.keys() != {*places}:
-        raise refused_at("some updates alone read what the model computed before", first.line, SAME)
-    roots += [Root("input", x.name) for x in numbers]
-    return Cut(
-        calls=calls,
-        slots=slots,
-        roots=tuple(roots),
-        carried=tuple(by_place[place] for place in places),
-        places=places,
-        foreign=tuple(foreign),
-        numbers=numbers,
-    )
+            roots.append(Root("constant", next(iter(digests[i]), None) or ""))
+    return roots, {place: roots[i].name for i, place in carried_at.items()}, tuple(foreign)
 
 
 def _check_not_of_model(backwards: Sequence[Backward], i: int) -> None:

@@ -43,7 +43,6 @@ class Feeder(Watch):
         self._own: list[Backward] = []  # of this update
         self._turns = Turns()
         self._last: dict[int, Backward] = {}  # by turn
-        self._has_begun = False
         self._answers: dict[Any, Any] = {}
         self.recorder.answer = self._answer
 
@@ -65,9 +64,6 @@ class Feeder(Watch):
 
     def around_module(self, module: torch.nn.Module, call: Callable[[], Any]) -> Any:
         """Call a module."""
-        if torch.is_grad_enabled() and not self._has_begun:
-            self.recorder.forget_writes()
-            self._has_begun = True
         return call()
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:

@@ -1,11 +1,11 @@
 """Where the tensors come from that a program reads and does not make."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from jaxtrain.port.calls import Value
+from jaxtrain.port.calls import Call, Value
 from jaxtrain.port.recording import Backward, Leaf
 
 
@@ -20,6 +20,8 @@ class Inputs:
       constants: The others, whose values never change.
       kept: What the program makes for a later one, which has it in place of an input: by the name of that.
       sizes: Sizes of these.
+      lead: Number of calls with which the program begins if it follows an update; 0 if it always begins alike.
+      changes: Names of the parameters and buffers that these change.
     """
 
     owned: Mapping[Value, str]
@@ -28,10 +30,14 @@ class Inputs:
     constants: Mapping[Value, torch.Tensor]
     kept: Mapping[str, Value] = field(default_factory=dict)
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    lead: int = 0
+    changes: tuple[str, ...] = ()
 
     def batch_of(self, backward: Backward) -> dict[str, torch.Tensor]:
         """Return the tensors with which a program was recorded, by name."""
         found = {name: backward.tensors[value].detach() for value, name in self.batch.items()}
+        if self.lead:
+            found[AFTER_UPDATE] = torch.tensor(backward.is_led)
         if not self.carried:
             return found
         if backward.is_carried:
@@ -47,6 +53,9 @@ class Inputs:
 
 CARRIED = "is_carried"
 """The input that says whether what an update keeps is read by the next one, or given to it anew."""
+
+AFTER_UPDATE = "is_after_update"
+"""The input that says whether what follows an update is computed first, as the weights of a teacher."""
 
 
 def of_batches(backward: Backward, modules: Mapping[str, torch.nn.Module], names: dict[Leaf, str]) -> Inputs:
@@ -70,13 +79,33 @@ def of_batches(backward: Backward, modules: Mapping[str, torch.nn.Module], names
 
 def owned_values(backward: Backward, modules: Mapping[str, torch.nn.Module]) -> dict[Value, str]:
     """Return the names of the parameters and buffers of modules that a program reads itself."""
-    by_id = {
+    by_id = _own(modules)
+    known = backward.interval.identities
+    return {value: by_id[known[value]] for value in backward.program.roots if known.get(value) in by_id}
+
+
+def changed(backward: Backward, calls: Iterable[Call], modules: Mapping[str, torch.nn.Module]) -> tuple[str, ...]:
+    """Return the names of the parameters and buffers of modules that calls change in place.
+
+    Args:
+      backward: A program.
+      calls: Calls of it.
+      modules: The script's modules, by name.
+    """
+    interval = backward.interval
+    places = {interval.memory[value] for call in calls for value in call.writes}
+    values = {key: value for value, key in interval.identities.items()}
+    own = _own(modules)
+    return tuple(name for key, name in own.items() if key in values and interval.memory[values[key]] in places)
+
+
+def _own(modules: Mapping[str, torch.nn.Module]) -> dict[int, str]:
+    """Return the names of parameters and buffers, by identity."""
+    return {
         id(x): f"{name}.{path}"
         for name, part in modules.items()
         for path, x in (*part.named_parameters(), *part.named_buffers())
     }
-    known = backward.interval.identities
-    return {value: by_id[known[value]] for value in backward.program.roots if known.get(value) in by_id}
 
 
 def free(name: str, taken: Collection[str]) -> str:

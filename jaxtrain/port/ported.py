@@ -82,8 +82,7 @@ def _examples(training: Training) -> Iterator[tuple[torch.nn.Module, dict[str, t
 def program_module(training: Training, number: int) -> torch.nn.Module:
     """Return the program of batches of a shape as a module, by the number of the shape."""
     backward, inputs = training.programs[number]
-    module = recorded_module(backward.program, training.modules, inputs, training.first_carried())
-    return module.train()
+    return recorded_module(backward.program, training.modules, inputs, training.first_carried())
 
 
 def _optimizer(

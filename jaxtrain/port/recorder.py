@@ -5,7 +5,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from jaxtrain.port.calls import Ambient, Call, Interval, Origin, Value, tensors_in, with_values
+from jaxtrain.port.calls import Ambient, Call, Interval, Origin, Value, separate, tensors_in, with_values
 from jaxtrain.torch_import import Line, is_internal
 
 READING = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"})
@@ -46,6 +46,7 @@ class Recorder(TorchFunctionMode):
         self._depth = 0
         self._count = 0
         self._made = set[Value]()
+        self._called = set[Value]()  # tensors of modules that have been called with gradients
         self._has_batch = False
         self._numbers: dict[int, Value] = {}  # by the identity of a tensor that lives
         self._living: dict[Value, weakref.ref[torch.Tensor]] = {}
@@ -86,23 +87,20 @@ class Recorder(TorchFunctionMode):
         """Return what was called since `end_interval`, up to a loss."""
         value = self.value(loss)
         read = {value, *(x for call in self.calls for x in (*call.reads(), *call.writes))}
+        known = {*read, *self._made, *(x for call in self.calls for x in call.own)}
         before = read - self._made
         identities = {self._numbers[key]: key for key in self._held}
         return Interval(
             calls=tuple(self.calls),
             loss=value,
-            memory={x: self._memory.get(x, -x.number) for x in read | self._made},
+            memory={x: self._memory.get(x, -x.number) for x in known},
             given={x: self._given[x][0] for x in read if x in self._given},
-            identities={x: identities[x] for x in read | self._made if x in identities},
+            identities={x: identities[x] for x in known if x in identities},
             sizes={
                 self._numbers[key]: tuple(x.shape) for key, x in self._held.items() if self._numbers[key] in self._made
             },
             carried=frozenset(x for x in before if self._origins.get(x, Origin.OTHER) & Origin.MODEL),
         )
-
-    def forget_writes(self) -> None:
-        """Forget the calls that have changed parameters: those that initialize them."""
-        self.calls = [call for call in self.calls if not (call.writes and call.origin & Origin.MODEL)]
 
     def end_interval(self) -> None:
         """Begin a new list of calls."""
@@ -141,6 +139,7 @@ class Recorder(TorchFunctionMode):
             versions = [_version(x) for x in given]
             positional, named = with_values((tuple(args), dict(kwargs)), self.value)
             module = function if isinstance(function, torch.nn.Module) and has_tensors(function) else None
+            own = self._own(module) if module is not None else ()
             origin = self._origin(function, given, is_model=module is not None)
             evaluated = frozenset(id(part) for part in (module.modules() if module else ()) if not part.training)
             if origin:
@@ -150,20 +149,36 @@ class Recorder(TorchFunctionMode):
             found = [(path, x) for path, x in tensors_in(result) if id(x) not in self._numbers]
             writes = tuple(self.value(x) for x, version in zip(given, versions, strict=True) if _version(x) != version)
             random = None if torch.equal(before, torch.get_rng_state()) else before
-            if getattr(function, "__name__", "") == "requires_grad_":
-                writes = (self.value(given[0]),)
-            if found or writes:
-                results = tuple((path, self.value(x)) for path, x in found)
-                for value in (*(value for _, value in results), *writes):
+            results = tuple((path, self.value(x)) for path, x in found)
+            call = Call(function, positional, named, results, writes, ambient, line, random, origin, own, evaluated)
+            if call.sets_data or getattr(function, "__name__", "") == "requires_grad_":
+                call = call._replace(writes=(self.value(given[0]),))
+                self._memory[call.writes[0]] = _memory(given[0])
+            if call.results or call.writes:
+                for value in (*(value for _, value in results), *call.writes):
                     self._origins[value] = self._origins.get(value, Origin.OTHER) | origin
                 self._made.update(value for _, value in results)
-                self.calls.append(
-                    Call(function, positional, named, results, writes, ambient, line, random, origin, evaluated)
-                )
+                self.calls += separate(call)
                 if origin & Origin.MODEL and not ambient.grad:  # of an evaluation, which may make a lot
                     for _, x in found:
                         del self._held[id(x)]
         return result
+
+    def _own(self, module: torch.nn.Module) -> tuple[Value, ...]:
+        """Return the parameters and buffers of a module; forget what initialized those that have not been called."""
+        own = tuple(self.value(x) for x in (*module.parameters(), *module.buffers()))
+        for value in own:
+            self._origins[value] = self._origins.get(value, Origin.OTHER) | Origin.MODEL
+        if torch.is_grad_enabled() and not self._called.issuperset(own):
+            new = {self._memory[value] for value in own if value not in self._called}
+            self.calls = [call for call in self.calls if not self._initializes(call, new)]
+            self._called.update(own)
+        return own
+
+    def _initializes(self, call: Call, memory: Collection[int]) -> bool:
+        """Return whether a call writes to some memory; before the first call of a module, to that of any parameter."""
+        is_first = not self._called and bool(call.origin & Origin.MODEL)
+        return any(is_first or self._memory.get(value) in memory for value in call.writes)
 
     def _origin(self, function: Any, given: Sequence[torch.Tensor], *, is_model: bool) -> Origin:
         """Return what the results of a call depend on."""

@@ -37,6 +37,7 @@ class Backward:
       line: The line of the script.
       reads: Lines that have read values of tensors since the last one.
       is_carried: Whether it reads what the program before has kept for it.
+      is_led: Whether it begins with what follows an update, where programs do that follow one.
     """
 
     interval: Interval
@@ -49,6 +50,7 @@ class Backward:
     line: Line
     reads: tuple[Line, ...]
     is_carried: bool = False
+    is_led: bool = True
 
     @property
     def tensors(self) -> Mapping[Value, torch.Tensor]:

@@ -5,6 +5,7 @@ Its `forward` is compiled with the file and the lines of the script, which error
 
 import ast
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from jaxtrain.port.calls import Call, Program, Step, Value
-from jaxtrain.port.inputs import CARRIED, Inputs
+from jaxtrain.port.inputs import AFTER_UPDATE, CARRIED, Inputs
 from jaxtrain.torch_import import Line
 
 CONSTANT = "constant_"
@@ -74,6 +75,7 @@ class _Writer:
     ) -> None:
         self._program, self._inputs, self._kept, self._restore = program, inputs.batch, inputs.kept, restore
         self._carried, self._buffers = inputs.carried, buffers
+        self._lead, self._changes = inputs.lead, inputs.changes
         self._paths = {id(part): name for root in modules for name, part in _named(root, modules[root])}
         self._owned = {value: name.split(".") for value, name in inputs.owned.items()}
         self._autocast = next((call.ambient.autocast for call in program.calls if call.ambient.autocast), None)
@@ -83,11 +85,15 @@ class _Writer:
     def forward(self) -> FunctionType:
         """Return the function."""
         body = [self._read_kept(name) for name in self._carried]
-        body += [statement for i, call in enumerate(self._program.calls) for statement in self._statements(i, call)]
+        statements = [self._statements(i, call) for i, call in enumerate(self._program.calls)]
+        lead = self._lead if self._restore is None else 0
+        body += self._after_update([*itertools.chain(*statements[:lead])]) if lead else []
+        body += itertools.chain(*statements[lead:])
         body += [self._keep(name, value) for name, value in self._kept.items()]
         body.append(ast.Return(self._result()))
         arguments = [ast.arg("self"), *(ast.arg(name) for name in self._inputs.values())]
         arguments += [ast.arg(CARRIED)] if self._carried else []
+        arguments += [ast.arg(AFTER_UPDATE)] if self._lead else []
         empty: Any = {"posonlyargs": [], "kwonlyargs": [], "kw_defaults": [], "defaults": []}
         function = ast.FunctionDef("forward", ast.arguments(args=arguments, **empty), body, [])
         first = self._program.calls[0].line if self._program.calls else Line("", 1, "")
@@ -102,6 +108,22 @@ class _Writer:
         """Return the loss; where the script is made again, the parts that `backward` is called on."""
         parts = self._program.parts if self._restore is not None else ()
         return self._expression(parts or self._program.loss)
+
+    def _after_update(self, lead: Sequence[ast.stmt]) -> list[ast.stmt]:
+        """Return what follows an update, which changes parameters and buffers only if there was one."""
+        no_grad = [ast.withitem(ast.Call(self._given("no_grad", torch.no_grad), [], []))]
+        before, after = list[ast.stmt](), list[ast.stmt]()
+        for i, name in enumerate(self._changes):
+            own, old = _attribute(["self", *name.split(".")]), f"before_{i}"
+            clone = ast.Call(ast.Attribute(own, "clone", ast.Load()), [], [])
+            before.append(ast.Assign([ast.Name(old, ast.Store())], clone))
+            which: list[ast.expr] = [ast.Name(AFTER_UPDATE, ast.Load()), own, ast.Name(old, ast.Load())]
+            new = ast.Call(self._given("where", torch.where), which, [])
+            after.append(ast.Expr(ast.Call(ast.Attribute(own, "copy_", ast.Load()), [new], [])))
+        added = [ast.With(no_grad, before), ast.With(no_grad, after)]
+        for statement in added:
+            _place(statement, lead[0].lineno)
+        return [added[0], *lead, added[1]]
 
     def _read_kept(self, name: str) -> ast.stmt:
         """Return the statement that reads what the program before has kept, or what is given anew."""
@@ -139,15 +161,14 @@ class _Writer:
         if self._restore is not None and call.random is not None:
             statements.insert(0, ast.Expr(ast.Call(self._given("restore", self._restore), [ast.Constant(i)], [])))
         for statement in statements:
-            for node in ast.walk(statement):
-                if isinstance(node, ast.stmt | ast.expr):
-                    node.lineno = node.end_lineno = call.line.number
-                    node.col_offset = node.end_col_offset = 0
+            _place(statement, call.line.number)
         return statements
 
     def _called(self, call: Call) -> ast.expr:
         """Return a call, or the attribute of a tensor that it reads, as an expression."""
         args = [self._expression(x) for x in call.args]
+        if call.sets_data:
+            return ast.Call(ast.Attribute(args[0], "copy_", ast.Load()), args[1:], [])
         attribute = getattr(getattr(call.function, "__self__", None), "__name__", "")
         if getattr(call.function, "__name__", "") == "__get__" and attribute.isidentifier():
             return ast.Attribute(args[0], attribute, ast.Load())
@@ -155,7 +176,7 @@ class _Writer:
         return ast.Call(self._callee(call.function), args, keywords)
 
     def _contexts(self, call: Call) -> Iterator[ast.expr]:
-        if not call.ambient.grad:
+        if not call.ambient.grad or call.sets_data:
             yield self._given("no_grad", torch.no_grad)
         if self._restore is None:
             if self._autocast is not None and call.ambient.autocast is None:
@@ -237,6 +258,14 @@ class _Autocast:
     def __call__(self) -> contextlib.AbstractContextManager[Any]:
         dtype, device = self._region
         return torch.autocast(device, dtype, enabled=self._enabled)
+
+
+def _place(statement: ast.stmt, line: int) -> None:
+    """Give a statement the line of the script."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.stmt | ast.expr):
+            node.lineno = node.end_lineno = line
+            node.col_offset = node.end_col_offset = 0
 
 
 def _named(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

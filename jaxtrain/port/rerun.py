@@ -70,12 +70,14 @@ def _check_update(
 
 
 def set_start(training: Training) -> None:
-    """Set the script's modules to what they were before its first update, in training mode as they are trained."""
+    """Set the script's modules to what they were before its first update, in the modes in which they are called."""
     start = training.recording.start
     with torch.no_grad():
         for part in training.modules.values():
             for inner in part.modules():
-                inner.training = True  # a script's own class may use `train` for something else
+                inner.training = (
+                    id(inner) not in training.evaluated
+                )  # a script's own class may use `train` for something else
             for x in (*part.parameters(), *part.buffers()):
                 if id(x) in start:
                     x.copy_(start[id(x)])

@@ -16,7 +16,12 @@ from jaxtrain.port.script import digest
 
 def check_same(first: Backward, its: Inputs, other: Backward, inputs: Inputs, *, of_sizes: bool = False) -> None:
     """Refuse a program that differs from another one, except for integers if these are sizes of batches that differ."""
-    calls = (_described(*program, of_sizes=of_sizes) for program in ((first, its), (other, inputs)))
+    # What follows an update is compared where both do.
+    lead = its.lead if first.is_led != other.is_led else 0
+    calls = (
+        _described(backward, of, lead if backward.is_led else 0, of_sizes=of_sizes)
+        for backward, of in ((first, its), (other, inputs))
+    )
     for one, two in itertools.zip_longest(*calls):
         if one == two:
             continue
@@ -39,11 +44,11 @@ def check_same(first: Backward, its: Inputs, other: Backward, inputs: Inputs, *,
 SAME = "a step computes the same in every update; what differs belongs into the batch"
 
 
-def _described(backward: Backward, inputs: Inputs, *, of_sizes: bool) -> Iterator[tuple[Any, ...]]:
-    """Yield a description of each call that is equal for equal programs: line, function, arguments, and the rest."""
+def _described(backward: Backward, inputs: Inputs, lead: int, *, of_sizes: bool) -> Iterator[tuple[Any, ...]]:
+    """Yield a description of each call after the lead: what equal programs share, as (line, function, arguments, rest)."""
     numbers = {value: f"<{i}>" for i, value in enumerate(inputs.constants)}
     numbers |= {value: f"<{name}>" for value, name in (*inputs.owned.items(), *inputs.batch.items())}
-    for call in backward.program.calls:
+    for call in backward.program.calls[lead:]:
         for path, value in call.results:
             numbers[value] = f"<result {len(numbers)} {path}>"
         arguments = _plain((call.args, call.kwargs), numbers, of_sizes)

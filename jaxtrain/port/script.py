@@ -219,8 +219,6 @@ class Watch:
         tensors = [*module.parameters(), *module.buffers()]
         if has_begun:
             tensors = [x for x in tensors if id(x) not in self.recording.start]
-        elif not self._started and torch.is_grad_enabled():
-            self.recorder.forget_writes()
         with self.recorder.inside():
             for x in tensors:
                 if self._started.get(id(x)) != x._version:

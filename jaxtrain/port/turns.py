@@ -109,9 +109,7 @@ def _are_kept(before: Sequence[Backward], own: Sequence[Backward]) -> bool:
 
 
 def _reads_values(call: Call) -> bool:
-    name = getattr(call.function, "__name__", "")
-    is_data = name == "__get__" and getattr(getattr(call.function, "__self__", None), "__name__", "") == "data"
-    return name == "detach" or is_data or not call.ambient.grad
+    return getattr(call.function, "__name__", "") == "detach" or call.reads_data or not call.ambient.grad
 
 
 def made_in(recording: Recording) -> set[Value]:
@@ -172,5 +170,4 @@ def _sum(operands: tuple[Value, Value], made: Value, backward: Backward) -> Call
         line=backward.line,
         random=None,
         origin=Origin.MODEL,
-        evaluated=frozenset(),
     )

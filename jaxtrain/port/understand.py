@@ -12,12 +12,13 @@ import torch
 from jaxtrain.errors import UserError
 from jaxtrain.port.calls import Value
 from jaxtrain.port.cut import Cut, Feed, Place, cut, place_of
-from jaxtrain.port.inputs import Inputs, free, of_batches
+from jaxtrain.port.inputs import Inputs, changed, free, of_batches
 from jaxtrain.port.recorder import has_tensors
 from jaxtrain.port.recording import Backward, Clip, Leaf, Recording, Update
 from jaxtrain.port.refused import refused_at
 from jaxtrain.port.same_program import check_same
 from jaxtrain.port.turns import made_in, of_turns
+from jaxtrain.torch_import import Line
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +43,7 @@ class Training:
       cut: What the script gives; None for the data of a DataLoader.
       turns: The trainings of several optimizers that take turns, of which this is the first; none for one optimizer.
       kept_like: Tensors of the shapes of those that these keep for each other, by name.
+      evaluated: Identities of the parts of its modules that are in evaluation mode.
     """
 
     recording: Recording
@@ -61,6 +63,7 @@ class Training:
     cut: Cut | None = None
     turns: tuple["Training", ...] = ()
     kept_like: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    evaluated: frozenset[int] = frozenset()
 
     @property
     def of_turns(self) -> tuple["Training", ...]:
@@ -97,6 +100,21 @@ class Training:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of its modules by name."""
         return {f"{name}.{path}": x for name, part in self.modules.items() for path, x in part.named_parameters()}
+
+    def left_out(self) -> list[Line]:
+        """Return the lines of the script that read parameters, and that no loss depends on."""
+        own = {*map(id, self.parameters().values())}
+        updates = [update for training in self.of_turns for update in training.recording.updates[1:]]
+        backwards = [backward for update in updates for backward in update.backwards]
+        used = {call.line for backward in backwards for call in backward.program.calls}
+        return [
+            *dict.fromkeys(
+                call.line
+                for backward in backwards
+                for call in backward.interval.calls
+                if call.line not in used and any(backward.interval.identities.get(x) in own for x in call.reads())
+            )
+        ]
 
 
 def understood(recording: Recording) -> Training:
@@ -136,7 +154,8 @@ def _in_turn(recording: Recording, optimizers: Sequence[torch.optim.Optimizer]) 
         for turn, optimizer, known in zip(turns, optimizers, others, strict=True)
     ]
     like = {name: x for t in found for b, i in t.programs[:1] for name, x in i.batch_of(b).items() if name in i.carried}
-    found = [replace(training, kept_like=like) for training in found]
+    evaluated = _evaluated([b for training in found for b, _ in training.programs], modules)
+    found = [replace(training, kept_like=like, evaluated=evaluated) for training in found]
     for training in found:
         _check_turn(training)
     return replace(found[0], recording=recording, turns=tuple(found))
@@ -182,7 +201,6 @@ def _with_loader(recording: Recording, optimizer: torch.optim.Optimizer) -> Trai
     modules = _modules(recording, backwards, optimizer)
     names: dict[Leaf, str] = {}
     programs = _programs(backwards, lambda backward: of_batches(backward, modules, names))
-    _check_modes(backwards, modules)
     accumulate = _window(updates, programs)
     loader, rows = _data(programs)
     count = _batches(recording, loader)
@@ -218,8 +236,7 @@ def _with_cut(
     if modules is None:
         modules = _modules(recording, [b for update in recording.updates for b in update.backwards], optimizer)
     backwards, found = cut(recording, modules, others, produced)
-    programs = _programs(backwards, found.inputs)
-    _check_modes(backwards, modules)
+    programs = _programs(sorted(backwards, key=lambda backward: not backward.is_led), found.inputs)
     of_update = iter(backwards)
     updates = [replace(update, backwards=[next(of_update) for _ in update.backwards]) for update in recording.updates]
     longest = max(len(update.backwards) for update in updates)
@@ -252,6 +269,7 @@ def _training(
     **of_data: Any,
 ) -> Training:
     backwards = [backward for update in recording.updates for backward in update.backwards]
+    _check_not_changed(backwards, modules, optimizer)
     is_scaled = any(b.scale is not None for b in backwards)
     return Training(
         recording=recording,
@@ -263,6 +281,7 @@ def _training(
         scheduler=scheduler,
         autocast=_autocast(backwards),
         is_scaled=is_scaled,
+        evaluated=_evaluated(backwards, modules),
         **of_data,
     )
 
@@ -321,17 +340,31 @@ def _modules(
     return used
 
 
-def _check_modes(backwards: Sequence[Backward], modules: Mapping[str, torch.nn.Module]) -> None:
-    own = {id(part): path for name, root in modules.items() for path, part in _paths(name, root)}
+def _evaluated(backwards: Sequence[Backward], modules: Mapping[str, torch.nn.Module]) -> frozenset[int]:
+    """Return the identities of the parts of modules that are called in evaluation mode."""
+    paths = {id(part): f"{name}.{path}".strip(".") for name in modules for path, part in modules[name].named_modules()}
+    modes: dict[int, bool] = {}
     for call in (call for backward in backwards for call in backward.program.calls):
-        for part in call.evaluated & own.keys():
+        parts = call.function.modules() if isinstance(call.function, torch.nn.Module) else ()
+        for part in parts:
+            if modes.setdefault(id(part), id(part) in call.evaluated) != (id(part) in call.evaluated):
+                what = f"{paths.get(id(part), type(part).__name__)} is called in training and in evaluation mode"
+                raise refused_at(what, call.line, "call it in one of them, or a copy of it")
+    return frozenset(key for key, is_evaluated in modes.items() if is_evaluated)
+
+
+def _check_not_changed(
+    backwards: Sequence[Backward], modules: Mapping[str, torch.nn.Module], optimizer: torch.optim.Optimizer
+) -> None:
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    names = {f"{name}.{path}" for name in modules for path, p in modules[name].named_parameters() if id(p) in trained}
+    for backward in backwards:
+        writes = [call for call in backward.program.calls if call.writes]
+        for name in sorted(names.intersection(changed(backward, writes, modules))):
+            call = next(call for call in writes if name in changed(backward, [call], modules))
             raise refused_at(
-                f"{own[part]} is in evaluation mode while it is trained", call.line, "call .train() of the whole model"
+                f"{name} is trained, and changed by hand", call.line, "let its optimizer alone change a parameter"
             )
-
-
-def _paths(name: str, root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    return ((f"{name}.{path}" if path else name, part) for path, part in root.named_modules())
 
 
 def _programs(

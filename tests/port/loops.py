@@ -1,5 +1,7 @@
 """Training scripts that are written for a test: one loop, with the parts that a test replaces."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 LOOP = """
@@ -35,6 +37,21 @@ def script(folder: Path, **parts: str) -> Path:
     path = folder / "train.py"
     path.write_text(LOOP.format(**{**PARTS, **parts}))
     return path
+
+
+@contextlib.contextmanager
+def changed(file: Path, old: str, new: str) -> Iterator[None]:
+    """Change a written file while entered."""
+    text, run = file.read_text(), file.parent / "run.py"
+    assert old in text
+    own = run.read_text()
+    run.write_text(f"{own}# with another {file.name}\n")  # files are imported once for each content
+    file.write_text((run.read_text() if file == run else text).replace(old, new))
+    try:
+        yield
+    finally:
+        run.write_text(own)
+        file.write_text(text)
 
 
 def line_of(path: Path, text: str) -> str:

@@ -21,7 +21,7 @@ from jaxtrain.port.write import write
 from parity.ported import prove
 
 from .feeds import feed
-from .loops import line_of, script
+from .loops import changed, line_of, script
 
 
 def trained(path: Path, updates: int = 14) -> Training:
@@ -112,14 +112,8 @@ def test_windows_of_differing_length_are_filled_up(uneven) -> None:
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_in_what_the_script_gives_is_noticed(uneven, bug: str) -> None:
     result, folder = uneven
-    text = (folder / "run.py").read_text()
-    old, new = BUGS[bug]
-    assert old in text
-    (folder / "run.py").write_text(text.replace(old, new))
-    try:
+    with changed(folder / "run.py", *BUGS[bug]):
         assert not prove(result, folder, "uneven").passed
-    finally:
-        (folder / "run.py").write_text(text)
 
 
 def test_a_batch_that_depends_on_the_model_is_refused(tmp_path: Path) -> None:

@@ -172,13 +172,24 @@ REFUSED = {
         "the micro-batches of a window differ in size",
         "loss.backward()",
     ),
-    "frozen statistics": (
+    "a module in both modes": (
         {
             "model": "model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))",
-            "forward": "model[1].eval(); loss = criterion(model(x), y)",
+            "forward": "target = model.eval()(x)\n"
+            "        loss = criterion(model.train()(x), y) + target.detach().square().mean()",
         },
-        "model.1 is in evaluation mode",
-        "model[1].eval()",
+        "model is called in training and in evaluation mode",
+        "loss = criterion(model.train()",
+    ),
+    "weights that are changed after the step": (
+        {"step": "optimizer.step(); optimizer.zero_grad(); model[0].weight.data.mul_(0.999)"},
+        "model.0.weight is trained, and changed by hand",
+        "optimizer.step()",
+    ),
+    "clipped weights": (
+        {"step": "optimizer.step(); optimizer.zero_grad(); [p.data.clamp_(-0.3, 0.3) for p in model.parameters()]"},
+        "model.0.bias is trained, and changed by hand",
+        "optimizer.step()",
     ),
     "gradients of a second pass": (
         {"backward": "loss.backward(retain_graph=True)"},
@@ -200,14 +211,8 @@ def test_what_cannot_be_carried_over_is_refused_by_line(tmp_path: Path, kind: st
 
 
 UNSEEN = {
-    "a parameter changed after the step": {
-        "step": "optimizer.step(); optimizer.zero_grad(); model[0].weight.data.mul_(0.999)"
-    },
     "a gradient changed by hand": {"step": "model[0].weight.grad.mul_(0.5); optimizer.step(); optimizer.zero_grad()"},
     "gradients that are kept": {"step": "optimizer.step()"},
-    "clipped weights": {
-        "step": "optimizer.step(); optimizer.zero_grad(); [p.data.clamp_(-0.3, 0.3) for p in model.parameters()]"
-    },
 }
 
 

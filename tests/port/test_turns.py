@@ -15,6 +15,7 @@ from jaxtrain.port.write import write
 from parity.ported import prove
 
 from .duels import duel
+from .loops import changed
 
 
 @pytest.mark.parametrize("number", range(24))
@@ -54,13 +55,8 @@ def test_the_written_files_are_the_script(written) -> None:
 )
 def test_a_bug_in_the_written_turns_is_noticed(written, old: str, new: str) -> None:
     result, folder = written
-    text = (folder / "run.py").read_text()
-    assert old in text
-    (folder / "run.py").write_text(text.replace(old, new))
-    try:
+    with changed(folder / "run.py", old, new):
         assert not prove(result, folder, "duel").passed
-    finally:
-        (folder / "run.py").write_text(text)
 
 
 def test_random_numbers_that_two_updates_share_are_refused(tmp_path: Path) -> None:
