@@ -8,7 +8,9 @@ recording   what a recording contains
 kept_files  files that exist are kept meanwhile
 understand  what the script is: program, optimizer, window, schedule; or a refusal with its line
 inputs      where the tensors come from that a program reads
-cut         programs that begin where the model does
+interval_program  the program of an interval from where the model begins
+cut         what all programs of a script have in common, from where the model begins
+find_cut    the same, found in a recording
 turns       several optimizers that update in turn
 same_program  whether updates compute one program
 refused     scripts that cannot be carried over

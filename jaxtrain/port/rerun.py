@@ -75,9 +75,8 @@ def set_start(training: Training) -> None:
     with torch.no_grad():
         for part in training.modules.values():
             for inner in part.modules():
-                inner.training = (
-                    id(inner) not in training.evaluated
-                )  # a script's own class may use `train` for something else
+                # Not by `train`, which a script's own class may use for something else.
+                inner.training = id(inner) not in training.evaluated
             for x in (*part.parameters(), *part.buffers()):
                 if id(x) in start:
                     x.copy_(start[id(x)])

@@ -45,7 +45,7 @@ SAME = "a step computes the same in every update; what differs belongs into the 
 
 
 def _described(backward: Backward, inputs: Inputs, lead: int, *, of_sizes: bool) -> Iterator[tuple[Any, ...]]:
-    """Yield a description of each call after the lead: what equal programs share, as (line, function, arguments, rest)."""
+    """Yield what equal programs share of each call after the lead, as (line, function, arguments, rest)."""
     numbers = {value: f"<{i}>" for i, value in enumerate(inputs.constants)}
     numbers |= {value: f"<{name}>" for value, name in (*inputs.owned.items(), *inputs.batch.items())}
     for call in backward.program.calls[lead:]:

@@ -11,8 +11,10 @@ import torch
 
 from jaxtrain.errors import UserError
 from jaxtrain.port.calls import Value
-from jaxtrain.port.cut import Cut, Feed, Place, cut, place_of
+from jaxtrain.port.cut import Cut, Feed
+from jaxtrain.port.find_cut import cut
 from jaxtrain.port.inputs import Inputs, changed, free, of_batches
+from jaxtrain.port.interval_program import Place, place_of
 from jaxtrain.port.recorder import has_tensors
 from jaxtrain.port.recording import Backward, Clip, Leaf, Recording, Update
 from jaxtrain.port.refused import refused_at
