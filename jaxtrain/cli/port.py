@@ -65,7 +65,7 @@ def _port(options: Port, script: Path, args: Sequence[str]) -> int:
     from parity.ported import prove  # parity is above jaxtrain, for those who have it
 
     _say("recording", f"{script}, {options.updates} updates; what it prints follows")
-    with kept_files():
+    with tempfile.TemporaryDirectory(prefix="jaxtrain-port-") as kept, kept_files(Path(kept)):
         recording = record(script, args, options.updates)
     keep_loaders(script, args, [found.loader for found in recording.loaders])
     training = understood(recording)

@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -115,8 +116,13 @@ class ScriptBatches:
         self._folder, self._shift = folder, shift
 
     def __iter__(self) -> Generator[dict[str, Any], None, None]:
+        # Its own files are removed here: it is killed when the run has all that it needs.
+        with tempfile.TemporaryDirectory(prefix="jaxtrain-port-") as kept:
+            yield from self._given(kept)
+
+    def _given(self, kept: str) -> Generator[dict[str, Any], None, None]:
         ours, theirs = os.pipe()
-        given = [str(theirs), str(self._shift), str(self._inputs), str(self._script), *self._args]
+        given = [str(theirs), str(self._shift), kept, str(self._inputs), str(self._script), *self._args]
         command = [sys.executable, "-m", "jaxtrain.port.feeder", *given]
         process = subprocess.Popen(command, pass_fds=[theirs], stdin=subprocess.DEVNULL, cwd=self._folder)
         os.close(theirs)

@@ -44,7 +44,7 @@ class Feeder(Watch):
         self._turns = Turns()
         self._last: dict[int, Backward] = {}  # by turn
         self._answers: dict[Any, Any] = {}
-        self.recorder.answer = self._answer
+        self.recorder.answer, self.recorder.answer_gradient = self._answer, self._answer_gradient
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield what is replaced in PyTorch."""
@@ -119,6 +119,11 @@ class Feeder(Watch):
             return module(*args, **kwargs)
         return pytree.tree_map_only(torch.Tensor, self._fresh, result)
 
+    def _answer_gradient(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        """Return tensors of the shapes of gradients."""
+        of = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+        return tuple(self._fresh(torch.ones_like(x).requires_grad_()) for x in of)
+
     def _fresh(self, x: torch.Tensor) -> torch.Tensor:
         shifted = x.detach() + self._shift if x.is_floating_point() and self._shift else x.detach().clone()
         return shifted.requires_grad_().clone() if x.requires_grad and torch.is_grad_enabled() else shifted
@@ -142,9 +147,10 @@ def main(args: list[str]) -> None:
     """Send the micro-batches of a script.
 
     Args:
-      args: A file descriptor, the shift, the file of what programs have in common, the script, and its own arguments.
+      args: A file descriptor, the shift, a folder for files that are kept, the file of what programs have in common,
+        the script, and its own arguments.
     """
-    pipe, shift, found, script, *own = args
+    pipe, shift, kept, found, script, *own = args
     connection = Connection(int(pipe), readable=False)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -154,7 +160,7 @@ def main(args: list[str]) -> None:
     from jaxtrain.data import tensor_to_numpy as to_numpy
 
     try:
-        with kept_files():
+        with kept_files(Path(kept)):
             run(Path(script), own, Feeder(Path(script), Feed.of_json(Path(found).read_text()), send, float(shift)))
     except BrokenPipeError:  # the run has all that it needs
         return

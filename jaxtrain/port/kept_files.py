@@ -9,7 +9,6 @@ import contextlib
 import io
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,14 @@ import torch
 
 
 @contextlib.contextmanager
-def kept_files() -> Iterator[None]:
-    """Change no file that exists, and save none, while entered."""
-    with tempfile.TemporaryDirectory(prefix="jaxtrain-port-") as folder, contextlib.ExitStack() as patches:
-        files = _Files(Path(folder))
+def kept_files(folder: Path) -> Iterator[None]:
+    """Change no file that exists, and save none, while entered.
+
+    Args:
+      folder: An empty folder for what the script writes.
+    """
+    with contextlib.ExitStack() as patches:
+        files = _Files(folder)
         for owner, name in ((builtins, "open"), (io, "open"), (torch, "save"), (torch, "load")):
             patches.enter_context(mock.patch.object(owner, name, files.replacement(name, getattr(owner, name))))
         yield

@@ -34,6 +34,7 @@ class Recorder(TorchFunctionMode):
       reads: Lines of the script that read the values of a tensor.
       on_backward: Called with the loss, and the arguments of `Tensor.backward`, in place of it.
       answer: Called with a module that has tensors and its arguments, in place of the module.
+      answer_gradient: Called in place of `torch.autograd.grad` of what depends on the model.
     """
 
     def __init__(self, script: str) -> None:
@@ -43,6 +44,7 @@ class Recorder(TorchFunctionMode):
         self.reads: dict[Line, None] = {}
         self.on_backward: Callable[..., None] = lambda loss, *args, **kwargs: None
         self.answer: Callable[..., Any] = lambda module, *args, **kwargs: module(*args, **kwargs)
+        self.answer_gradient: Callable[..., Any] = torch.autograd.grad
         self._depth = 0
         self._count = 0
         self._made = set[Value]()
@@ -145,7 +147,7 @@ class Recorder(TorchFunctionMode):
             if origin:
                 self._keep(given)
             before, ambient = torch.get_rng_state(), _ambient()
-            result = (function if module is None else partial(self.answer, module))(*args, **kwargs)
+            result = self._call(function, origin)(*args, **kwargs)
             found = [(path, x) for path, x in tensors_in(result) if id(x) not in self._numbers]
             writes = tuple(self.value(x) for x, version in zip(given, versions, strict=True) if _version(x) != version)
             random = None if torch.equal(before, torch.get_rng_state()) else before
@@ -163,6 +165,13 @@ class Recorder(TorchFunctionMode):
                     for _, x in found:
                         del self._held[id(x)]
         return result
+
+    def _call(self, function: Callable[..., Any], origin: Origin) -> Callable[..., Any]:
+        """Return what is called in place of a function or a module."""
+        if isinstance(function, torch.nn.Module) and has_tensors(function):
+            return partial(self.answer, function)
+        is_gradient = function is torch.autograd.grad and bool(origin & Origin.MODEL)
+        return self.answer_gradient if is_gradient else function
 
     def _own(self, module: torch.nn.Module) -> tuple[Value, ...]:
         """Return the parameters and buffers of a module; forget what initialized those that have not been called."""

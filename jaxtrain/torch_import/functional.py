@@ -12,6 +12,7 @@ from jaxtrain.models.layers.dropout import dropout
 from jaxtrain.models.layers.layer_norm import layer_norm
 from jaxtrain.passes import autocast_disabled
 from jaxtrain.torch_import import ops
+from jaxtrain.torch_import.nested_gradients import gradients
 from jaxtrain.torch_import.ops.int64 import int64_array
 from jaxtrain.torch_import.ops.network.norm import batch_norm_with_statistics
 from jaxtrain.torch_import.ops.table import TABLE
@@ -55,6 +56,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "int64_array": int64_array,
     "batch_norm": batch_norm,
     "dropout": dropout,
+    "gradients": gradients,
     "layer_norm": layer_norm,
     "without_autocast": without_autocast,
 }

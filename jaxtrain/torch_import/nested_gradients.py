@@ -25,7 +25,6 @@ def gradient(node: Node, nodes: Sequence[Node], values: dict[str, Any], evaluate
       evaluate: Evaluates nodes.
     """
     outputs, inputs, given = ([*references(part)] for part in node.args)
-    cotangents = tuple(_conjugate(jnp.asarray(values[x], values[y].dtype)) for x, y in zip(given, outputs, strict=True))
 
     def pulled_back(names: Sequence[str]) -> tuple[jax.Array, ...]:
         between = nodes_between(nodes, names, outputs)
@@ -35,13 +34,28 @@ def gradient(node: Node, nodes: Sequence[Node], values: dict[str, Any], evaluate
             evaluate(between, local)
             return tuple(local[name] for name in outputs)
 
-        _, pullback = jax.vjp(run, *(values[name] for name in names))
-        return tuple(map(_conjugate, pullback(cotangents)))
+        return gradients(run, [values[name] for name in names], [values[name] for name in given])
 
-    if len({*inputs}) < len(inputs) or _depends_on_another(nodes, inputs):
+    if len({*inputs}) < len(inputs) or depends_on_another(nodes, inputs):
         # A gradient includes that through inputs which depend on its own.
         return tuple(pulled_back([name])[0] for name in inputs)
     return pulled_back(inputs)
+
+
+def gradients(
+    fn: Callable[..., Any], inputs: Sequence[jax.Array], grad_outputs: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """Return the gradients of a function's outputs, as `torch.autograd.grad` with `create_graph=True`.
+
+    Args:
+      fn: From arrays to an array or a tuple of arrays.
+      inputs: Its arguments.
+      grad_outputs: An array of the shape of each output.
+    """
+    outputs, pullback = jax.vjp(fn, *inputs)
+    leaves, structure = jax.tree.flatten(outputs)
+    cotangents = (_conjugate(jnp.asarray(x, y.dtype)) for x, y in zip(grad_outputs, leaves, strict=True))
+    return tuple(map(_conjugate, pullback(jax.tree.unflatten(structure, cotangents))))
 
 
 def nodes_between(nodes: Sequence[Node], inputs: Sequence[str], outputs: Sequence[str]) -> list[Node]:
@@ -59,7 +73,8 @@ def nodes_between(nodes: Sequence[Node], inputs: Sequence[str], outputs: Sequenc
     return between[::-1]
 
 
-def _depends_on_another(nodes: Sequence[Node], inputs: Sequence[str]) -> bool:
+def depends_on_another(nodes: Sequence[Node], inputs: Sequence[str]) -> bool:
+    """Return whether one of some values depends on another one of them."""
     reached = {*inputs}
     for node in nodes:
         if not reached.isdisjoint(references((node.args, node.kwargs))):

@@ -25,8 +25,7 @@ from .loops import changed, line_of, script
 
 
 def trained(path: Path, updates: int = 14) -> Training:
-    with kept_files():
-        return understood(record(path, [], updates))
+    return understood(record(path, [], updates))
 
 
 @pytest.mark.parametrize("number", range(40))
@@ -156,7 +155,8 @@ def test_files_that_exist_are_kept(tmp_path: Path) -> None:
     torch.save({"a": 1}, old)
     log.write_text("first\n")
     before = old.read_bytes()
-    with kept_files():
+    (tmp_path / "kept").mkdir()
+    with kept_files(tmp_path / "kept"):
         torch.save({"a": 2}, old)
         assert torch.load(old) == {"a": 2}
         with log.open("a") as file:

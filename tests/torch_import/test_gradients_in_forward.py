@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.autograd import grad
 
 from jaxtrain import UserError
-from jaxtrain.torch_import import from_torch, load_imported
+from jaxtrain.torch_import import from_torch, load_imported, pytorchs_promotion
+from jaxtrain.user_file import import_file
 from parity import check
 from parity.explain.locate import locate
 from tests.torch_import.reference import Function, batch_of, compared
@@ -136,12 +137,16 @@ def module_of(fn: Any) -> nn.Module:
     return Function(fn, net=net, norm=nn.BatchNorm1d(3, dtype=torch.float64))
 
 
+def of_case(case: tuple[str, ...]) -> Callable[[Any, Tensor], Any]:
+    fn, source, cotangent, order, last, _ = case
+    return derivatives(FUNCTIONS[fn], SOURCES[source], COTANGENTS[cotangent], int(order), last)
+
+
 @pytest.mark.parametrize("case", cases(), ids="-".join)
 def test_derivatives_and_their_gradients_are_pytorchs(case: tuple[str, ...]) -> None:
-    fn, source, cotangent, order, last, mode = case
-    forward = derivatives(FUNCTIONS[fn], SOURCES[source], COTANGENTS[cotangent], int(order), last)
+    fn, *_, order, _, mode = case
     try:
-        differences, _ = compared(module_of(forward), batch_of(4, 3), train=mode == "train")
+        differences, _ = compared(module_of(of_case(case)), batch_of(4, 3), train=mode == "train")
     except UserError as error:
         # Since PyTorch 2.14 these have no derivative of third order while they are traced.
         is_known = SINCE_2_14 and order == "3" and fn in ("attention", "batch_norm")
@@ -274,7 +279,44 @@ def test_a_module_without_parameters_has_gradients() -> None:
     x = X.astype(np.float32)
     model = from_torch(nn.Tanh(), x, call=lambda m, x: grad(m(x.requires_grad_()).sum(), x, create_graph=True)[0])
     np.testing.assert_allclose(model({}, x)[0], 1 - np.tanh(x) ** 2, rtol=1e-5)
-    with pytest.raises(UserError, match=r"source of a gradient inside forward .*test_gradients_in_forward\.py"):
+
+
+WRITTEN = {**{"-".join(case): of_case(case) for case in cases()}, **OTHERS}
+
+
+def of_dropout(m: Any, x: Tensor) -> Tensor:
+    return grad(F.dropout(x.requires_grad_() * m.w, training=m.training).sum(), x, create_graph=True)[0]
+
+
+UNWRITTEN = {
+    "several_inputs": (several_inputs, "with respect to values that depend on each other"),
+    "dropout": (of_dropout, "random numbers"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name not in UNWRITTEN])
+def test_the_source_computes_the_gradients(name: str, tmp_path: Path) -> None:
+    x = X.astype(np.float32)
+    try:
+        model = from_torch(module_of(WRITTEN[name]).float(), x)
+    except UserError:
+        assert SINCE_2_14
+        return
+    model.save_source(tmp_path / "model.py")
+    own = import_file(tmp_path / "model.py").model
+    for key in (None, jax.random.key(0)):
+        theirs = model(model.params, x, key)[0]
+        with pytorchs_promotion():
+            ours = own(model.params, x, key)[0]
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("name", UNWRITTEN)
+def test_a_gradient_that_cannot_be_written_is_refused_by_line(name: str) -> None:
+    fn, problem = UNWRITTEN[name]
+    model = from_torch(module_of(fn).float(), X.astype(np.float32))
+    with pytest.raises(UserError, match=rf"inside forward, .*{problem}.*test_gradients_in_forward\.py"):
         model.source()
 
 

@@ -184,7 +184,7 @@ class Body:
 
     def _consumer(self, item: Item, later: Sequence[Item], end: Item) -> Item | None:
         """Return the only item that reads an item's only result, once."""
-        if len(item.results) != 1 or item.count != 1 or item.new_state is not None:
+        if len(item.results) != 1 or item.count != 1 or item.new_state is not None or item.before is not None:
             return None
         (value,) = item.results.values()
         if self._uses[value] != 1:
@@ -270,7 +270,7 @@ class Body:
             at = f'new_state["{item.new_state}"]' if item.new_state else "new_state"
             targets = [*(targets if item.results else []), at]
         # The statement's own reads may have had a name that it assigns: the text was built before.
-        self.lines += before
+        self.lines += [f"{'    ' * (self._indent - 1)}{line}" if line else line for line in before]
         if targets != [text]:
             self.lines.append(self._line(f"{item.packed(targets)} = {text}" if targets else text))
         self.lines += [self._line(item.after)] if item.after else []

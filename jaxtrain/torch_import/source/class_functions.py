@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from jaxtrain.torch_import.graph import GETITEM, Graph, Input, Node, Ref, Spec, dtype_of, references
+from jaxtrain.torch_import.graph import DETACH, GETITEM, LEAF, Graph, Input, Node, Ref, Spec, dtype_of, references
 from jaxtrain.torch_import.source.batch_norm_call import batch_norm_item
 from jaxtrain.torch_import.source.body import Body, Item, Resolve
 from jaxtrain.torch_import.source.call_tree import Block, Origins, calls_of, results_of, specs_of, tree_of
@@ -24,7 +24,7 @@ RESERVED = frozenset(
     }
 )
 _VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
-_PASSING = frozenset({"detach", "mul", "add", "_to_copy", "view", "clone"})
+_PASSING = frozenset({"detach", "leaf", "mul", "add", "_to_copy", "view", "clone"})
 """Operations whose result has the name of their only operand, if PyTorch's code gives it none."""
 _FLAGS = ("params", "buffers", "keys", "train")
 
@@ -347,7 +347,7 @@ class Module:
             given = self.given[value]
             return identifier(given.target.split(".")[-1] if given.kind != "input" else self._batch_name(given))
         for calls, node in self._makers(value):
-            if node.op == "aten.detach.default":
+            if node.op in (DETACH, LEAF):
                 return self.hint(node.args[0].name)
             for lines in reversed(calls):
                 for statement in reversed(statements(lines.lines)):

@@ -36,6 +36,7 @@ from jaxtrain.torch_import.source.constants import inline
 from jaxtrain.torch_import.source.custom import custom_item, with_own_names
 from jaxtrain.torch_import.source.expressions import Expr, literal
 from jaxtrain.torch_import.source.file import LOADING, file_of
+from jaxtrain.torch_import.source.inner_gradients import gradient_item, with_bodies
 from jaxtrain.torch_import.source.layer_loops import loop_item
 from jaxtrain.torch_import.source.signatures import Functions
 from jaxtrain.torch_import.source.writing import Writing
@@ -119,7 +120,6 @@ def _programs(model: Model, params: Any, state: Any, batch: Any) -> list[Any]:
 
 
 _UNWRITTEN = {
-    GRADIENT: "a gradient inside forward",
     COND: "a condition of values",
 }
 """What a file cannot contain, by operation."""
@@ -207,6 +207,7 @@ class _Writer:
         kept = _with_layers(_prepared(captured.graph), self._stacks)
         writing = Writing(self._ops, specs_of(kept))
         writing.keyed = _draws(kept, self._ops, captured.buffers)
+        kept = with_bodies(kept, writing.keyed)
         inputs = _inputs(self._batch, kept)
         constants = self._constant(captured)
         how = (writing, functions, captured.recomputed, _SPECIAL)
@@ -248,7 +249,7 @@ class _Writer:
         return start
 
 
-_SPECIAL: Special = {REPEAT: loop_item, CUSTOM: custom_item}
+_SPECIAL: Special = {REPEAT: loop_item, CUSTOM: custom_item, GRADIENT: gradient_item}
 _DICTS = {"param": "params", "state": "buffers"}
 _RESULT = "tuple[Any, Tensors | None]"
 _MODEL = f"def model(params: Tensors, batch: Any, rng: Array | None = None, state: Tensors | None = None) -> {_RESULT}:"

@@ -1,9 +1,13 @@
-"""Operations that leave their operand as it is, such as `x + 0` of integers and `x * 1`: settings of a module."""
+"""Operations that leave their operand as it is.
 
+These are `x + 0` of integers and `x * 1`, settings of a module, and a second `detach`.
+"""
+
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from jaxtrain.torch_import.graph import Graph, Node, Ref, Spec
+from jaxtrain.torch_import.graph import DETACH, LEAF, Graph, Node, Ref, Spec, references
 from jaxtrain.torch_import.rewrites.layers import mapped
 
 _NEUTRAL = {"aten.add.Tensor": 0, "aten.sub.Tensor": 0, "aten.mul.Tensor": 1, "aten.div.Tensor": 1}
@@ -12,6 +16,8 @@ _NEUTRAL = {"aten.add.Tensor": 0, "aten.sub.Tensor": 0, "aten.mul.Tensor": 1, "a
 def without_identities(graph: Graph) -> Graph:
     """Return a graph without operations that leave their operand as it is."""
     specs: dict[str, Any] = {x.name: x.spec for x in graph.inputs} | {node.name: node.spec for node in graph.nodes}
+    uses = Counter(references(([(node.args, node.kwargs) for node in graph.nodes], graph.outputs, graph.state)))
+    detached = {node.name for node in graph.nodes if node.op in (DETACH, LEAF) and uses[node.name] == 1}
     same: dict[str, Ref] = {}
 
     def known(ref: Ref) -> Ref:
@@ -21,7 +27,7 @@ def without_identities(graph: Graph) -> Graph:
     for node in graph.nodes:
         args, kwargs = mapped((node.args, node.kwargs), known)
         node = replace(node, args=args, kwargs=kwargs)
-        if _is_identity(node, specs):
+        if _is_identity(node, specs) or (node.op in (DETACH, LEAF) and args[0].name in detached):
             same[node.name] = args[0]
         else:
             nodes.append(node)

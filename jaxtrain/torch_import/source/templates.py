@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from jaxtrain.torch_import.graph import DETACH, LEAF
 from jaxtrain.torch_import.source.expressions import (
     Expr,
     attribute,
@@ -70,7 +71,7 @@ template("bitwise_not.default")(lambda x: unary("~", x))
 template("neg.default")(lambda x: unary("-", x))
 template("reciprocal.default")(lambda x: binary("/", 1, x))
 template("rsqrt.default")(_named("jax.lax.rsqrt"))
-template("detach.default")(_named("jax.lax.stop_gradient"))
+TEMPLATES[LEAF] = TEMPLATES[DETACH] = _named("jax.lax.stop_gradient")
 template("matmul.default", "mm.default", "bmm.default", "mv.default")(_operator("@"))
 template("native_dropout.default", "dropout.default")(lambda x, p, train=True: call("F.dropout", x, p, KEY))
 
