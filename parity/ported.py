@@ -22,6 +22,7 @@ from jaxtrain.port import micro_batch, shapes, turn
 from jaxtrain.port.cut import PADDING
 from jaxtrain.port.ported import Ported, program_module
 from jaxtrain.port.recipe_source import PRECISIONS
+from jaxtrain.port.recording import Clip
 from jaxtrain.port.rerun import like, set_start
 from jaxtrain.port.understand import Training
 from jaxtrain.run import Recipe, load_recipe
@@ -83,7 +84,7 @@ def _changed_settings(result: Ported, recipe: Recipe) -> list[str]:
     theirs = {
         "batch_size": training.rows * training.accumulate,
         "accumulate": training.accumulate,
-        "clip_norm": None if training.clip is None else training.clip.bound,
+        "clip_norm": training.clip.bound if training.clip is not None and not training.clips_itself else None,
         "precision": PRECISIONS[training.autocast],
     }
     given = {name: getattr(recipe, name) for name in theirs}
@@ -171,6 +172,7 @@ def _loss_of_turns(
 ) -> Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], tuple[torch.Tensor, Any]]:
     """Return the loss of the turn of a batch; the module gets the constants of all turns."""
     forwards: list[dict[str, Any]] = []
+    rates = {name for cut in result.training.feed().cuts for name in cut.rates}
     for training in (its.training for its in result.turns):
         programs = [program_module(training, i) for i in range(len(training.programs))]
         batches = [inputs.batch_of(backward) for backward, inputs in training.programs]
@@ -179,23 +181,29 @@ def _loss_of_turns(
             module.register_buffer(name, x, persistent=False)
 
     def loss(module: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        i, own = turn(micro_batch(batch))
+        i, read = turn(micro_batch(batch))
+        own = {name: x for name, x in read.items() if name not in rates}
         return forwards[i][shapes(own)](module, **own), 1
 
     return loss
 
 
 class _InTurn(torch.optim.Optimizer):
-    """Optimizers of which one steps in each update."""
+    """Optimizers of which one steps in each update, with the recorded settings."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], order: Sequence[int]) -> None:
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], order: Sequence[tuple[int, Sequence[Mapping[str, Any]]]]
+    ) -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         super().__init__([p for group in groups for p in group["params"]], {})
         self._optimizers, self._order, self._count = optimizers, order, 0
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update by the optimizer of this turn."""
-        self._optimizers[self._order[self._count]].step()
+        number, settings = self._order[self._count]
+        for group, given in zip(self._optimizers[number].param_groups, settings, strict=True):
+            group.update(given)
+        self._optimizers[number].step()
         self._count += 1
 
 
@@ -203,7 +211,7 @@ def _optimizer_of_turns(result: Ported, named: Sequence[tuple[str, torch.nn.Para
     """Return the script's optimizers, which take turns."""
     named = [*named]
     made = [_optimizer(its, its.training.recording.updates[0].settings, named) for its in result.turns]
-    return _InTurn(made, [number for number, _ in result.training.by_turn()])
+    return _InTurn(made, [(number, update.settings) for number, update in result.training.by_turn()])
 
 
 def _nothing(module: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -274,7 +282,27 @@ def _optimizer(
         {**settings, "params": [(names[id(p)], by_name[names[id(p)]]) for p in group["params"]]}
         for group, settings in zip(result.training.optimizer.param_groups, first, strict=True)
     ]
-    return like(result.training.optimizer, groups)
+    optimizer = like(result.training.optimizer, groups)
+    if (clip := result.training.clip) is not None and result.training.clips_itself:
+        return _Clipped(optimizer, clip)
+    return optimizer
+
+
+class _Clipped(torch.optim.Optimizer):
+    """An optimizer that clips the gradients by which it updates, and leaves them as they are."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, clip: Clip) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self._optimizer, self._clip, self.state = optimizer, clip, optimizer.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Clip and update."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        before = [None if p.grad is None else p.grad.clone() for p in parameters]
+        getattr(torch.nn.utils, self._clip.function)(parameters, self._clip.bound, **self._clip.options)
+        type(self._optimizer).step.__wrapped__(self._optimizer)  # without its hooks, which are those of this step
+        for p, grad in zip(parameters, before, strict=True):
+            p.grad = grad
 
 
 class _Recorded:
@@ -284,11 +312,11 @@ class _Recorded:
         self._optimizer, self._settings, self._count = optimizer, settings, 0
 
     def step(self) -> None:
-        """Set those of the next update."""
+        """Set those of the next update: the windows of a shape come again and again."""
         self._count += 1
-        if self._count < len(self._settings):
-            for group, settings in zip(self._optimizer.param_groups, self._settings[self._count], strict=True):
-                group.update(settings)
+        settings = self._settings[self._count % len(self._settings)]
+        for group, given in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(given)
 
 
 def _windows(result: Ported, shape: int) -> tuple[list[dict[str, np.ndarray]], list[list[dict[str, Any]]]]:

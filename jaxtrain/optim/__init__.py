@@ -15,6 +15,7 @@ from jaxtrain.optim.asgd import asgd
 from jaxtrain.optim.batch_size import EffectiveBatch
 from jaxtrain.optim.blockwise_quantization import BLOCK as BLOCK
 from jaxtrain.optim.blockwise_quantization import Blockwise as Blockwise
+from jaxtrain.optim.clipped import clipped
 from jaxtrain.optim.dynamic_map import SIGNED as SIGNED
 from jaxtrain.optim.dynamic_map import UNSIGNED as UNSIGNED
 from jaxtrain.optim.eight_bit import MIN_8BIT_SIZE as MIN_8BIT_SIZE
@@ -57,6 +58,7 @@ __all__ = [
     "all_but",
     "asgd",
     "at_turn",
+    "clipped",
     "groups",
     "muon",
     "nadam",

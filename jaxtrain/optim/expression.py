@@ -21,6 +21,7 @@ from jaxtrain.optim.adagrad import adagrad
 from jaxtrain.optim.adamax import adamax
 from jaxtrain.optim.adamw import adam, adamw
 from jaxtrain.optim.asgd import asgd
+from jaxtrain.optim.clipped import clipped
 from jaxtrain.optim.eight_bit import adam8bit, adamw8bit, sgd8bit
 from jaxtrain.optim.groups import groups
 from jaxtrain.optim.metric_rate import rate_of_metric
@@ -44,6 +45,7 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "adamw8bit": adamw8bit,
     "asgd": asgd,
     "at_turn": at_turn,
+    "clipped": clipped,
     "muon": muon,
     "nadam": nadam,
     "radam": radam,

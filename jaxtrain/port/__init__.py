@@ -48,6 +48,7 @@ __all__ = [
     "model",
     "ported",
     "recipe_source",
+    "recording",
     "rerun",
     "script",
     "script_loader",

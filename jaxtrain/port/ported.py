@@ -46,7 +46,7 @@ class Ported:
         return [model for turn in turns for model in (turn.model, *(other for _, other in turn.others))]
 
 
-def ported(training: Training, *, in_turn: bool = False) -> Ported:
+def ported(training: Training) -> Ported:
     """Import the program of a script, with the parameters that it starts with.
 
     Raises:
@@ -54,10 +54,10 @@ def ported(training: Training, *, in_turn: bool = False) -> Ported:
     """
     set_start(training)
     if training.turns:
-        return _in_turn(training, [ported(turn, in_turn=True) for turn in training.turns])
+        return _in_turn(training, [ported(turn) for turn in training.turns])
     models = [(shapes(batch), from_torch(module, batch)) for module, batch in _examples(training)]
     module, model = program_module(training, 0), models[0][1]
-    return Ported(training, module, model, tuple(models[1:]), _optimizer(training, module, model, in_turn=in_turn))
+    return Ported(training, module, model, tuple(models[1:]), _optimizer(training, module, model))
 
 
 def _in_turn(training: Training, turns: Sequence[Ported]) -> Ported:
@@ -85,14 +85,12 @@ def program_module(training: Training, number: int) -> torch.nn.Module:
     return recorded_module(backward.program, training.modules, inputs, training.first_carried())
 
 
-def _optimizer(
-    training: Training, module: torch.nn.Module, model: ImportedModel, *, in_turn: bool = False
-) -> Expression:
+def _optimizer(training: Training, module: torch.nn.Module, model: ImportedModel) -> Expression:
     names = {id(p): name for name, p in module.named_parameters()}
     groups = training.optimizer.param_groups
     given = {names[id(p)] for group in groups for p in group["params"]}
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
-    is_whole = len(groups) == 1 and trained <= given and not in_turn
+    is_whole = len(groups) == 1 and trained <= given and not training.is_turn
     rates = () if training.cut is None else training.cut.rates
     theirs = new_optimizer(training) if rates else training.optimizer
     found = live_expression(theirs, training.scheduler, model=module, names=None if is_whole else model.names)
@@ -103,4 +101,17 @@ def _optimizer(
                 call.arguments[name] = Call("rate_of_metric", {"name": rates[i]})  # type: ignore[index]
             elif isinstance(value, Call) and training.is_by_epoch:
                 call.arguments[name] = Call("held", {"schedule": value, "every": training.epoch})  # type: ignore[index]
-    return found
+    return _clipped(found, training)
+
+
+def _clipped(found: Expression, training: Training) -> Expression:
+    """Return an optimizer that clips, where `clip_norm` of a recipe does not: it bounds the norm of all gradients."""
+    clip = training.clip
+    if clip is None or not training.clips_itself:
+        return found
+    bound = {"max_norm" if clip.is_of_norm else "max_value": clip.bound}
+    if isinstance(found, Call):
+        return Call("clipped", {"optimizer": found, **bound})
+    if clip.is_of_norm and len(found) > 1:
+        raise refused_at("several optimizers, and one with groups that clips by the norm", clip.line, "use one group")
+    return {paths: Call("clipped", {"optimizer": call, **bound}) for paths, call in found.items()}

@@ -90,21 +90,34 @@ def _loss_source(result: Ported) -> str:
     of_window = "" if k == 1 else f"; the gradients of the {k} of an update are added"
     lines = [f'"""Return the loss of a micro-batch{of_window}."""']
     if found is not None:
-        metrics = ", ".join(f'"{name}": batch["{name}"]' for name in dict.fromkeys(found.rates))
         lines.append("batch = port.micro_batch(batch)")
     if result.turns:
         lines.append("turn, batch = port.turn(batch)")
-        metrics = '"turn": turn'
+    metrics = {"turn": "turn"} if result.turns else {}
+    metrics |= _metrics_of_rates(training)
+    given = ", ".join(f'"{name}": {value}' for name, value in metrics.items())
+    lines += [f"metrics = {{{given}}}"] * bool(metrics)
+    if found is not None and found.window:
+        lines.append(f'is_padding = batch.pop("{PADDING}")')
     model = "models[turn]" if result.turns else "model"
     lines.append(
         f"loss, {'new_state' if has_state else '_'} = {model}(params, batch, rng{', model_state' * has_state})"
     )
     if found is not None and found.window:
-        lines.append(f'loss = port.unless(batch["{PADDING}"], loss, 0)')
-        lines += [f'new_state = port.unless(batch["{PADDING}"], new_state, model_state)'] * has_state
+        lines.append("loss = port.unless(is_padding, loss, 0)")
+        lines += ["new_state = port.unless(is_padding, new_state, model_state)"] * has_state
     weight = "1" if k == 1 else f"1 / {k}"
-    lines.append(f"return jt.Loss(loss, {weight}), {{{metrics}}}{', new_state' * has_state}")
+    result_of_loss = "metrics" if metrics else "{}"
+    lines.append(f"return jt.Loss(loss, {weight}), {result_of_loss}{', new_state' * has_state}")
     return f"def loss_fn(params, batch, rng{', model_state' * has_state}):\n    " + "\n    ".join(lines)
+
+
+def _metrics_of_rates(training: Training) -> dict[str, str]:
+    """Return what takes rates out of a batch, by name; optimizers ask for all, also those of other turns."""
+    cuts = [found for found in (turn.cut for turn in training.of_turns) if found is not None]
+    names = dict.fromkeys(name for found in cuts for name in found.rates)
+    in_all = {name for name in names if all(name in found.rates for found in cuts)}
+    return {name: f'batch.pop("{name}")' if name in in_all else f'batch.pop("{name}", 0.0)' for name in names}
 
 
 def _data_source(result: Ported) -> str:
@@ -151,7 +164,7 @@ def _settings(result: Ported) -> dict[str, tuple[str, Any, str]]:
         "batch_size": ("int", training.rows * training.accumulate, data),
         "optimizer": ("str", format_expression(result.optimizer), optimizer + schedule),
         "clip_norm": ("float | None", None, "")
-        if training.clip is None
+        if training.clip is None or training.clips_itself
         else ("float | None", training.clip.bound, _at(training.clip.line)),
     }
     if training.accumulate > 1:

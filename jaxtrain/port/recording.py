@@ -78,6 +78,11 @@ class Clip:
     is_unscaled: bool
     line: Line
 
+    @property
+    def is_of_norm(self) -> bool:
+        """Whether it is `clip_grad_norm_`."""
+        return self.function == "clip_grad_norm_"
+
 
 @dataclass(eq=False)
 class Update:

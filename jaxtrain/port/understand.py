@@ -46,6 +46,7 @@ class Training:
       turns: The trainings of several optimizers that take turns, of which this is the first; none for one optimizer.
       kept_like: Tensors of the shapes of those that these keep for each other, by name.
       evaluated: Identities of the parts of its modules that are in evaluation mode.
+      is_turn: Whether it is one of several turns.
     """
 
     recording: Recording
@@ -66,11 +67,17 @@ class Training:
     turns: tuple["Training", ...] = ()
     kept_like: Mapping[str, torch.Tensor] = field(default_factory=dict)
     evaluated: frozenset[int] = frozenset()
+    is_turn: bool = False
 
     @property
     def of_turns(self) -> tuple["Training", ...]:
         """The trainings of the turns: this one alone for one optimizer."""
         return self.turns or (self,)
+
+    @property
+    def clips_itself(self) -> bool:
+        """Whether its optimizer clips its own gradients, where `clip_norm` bounds the norm of all."""
+        return self.clip is not None and (not self.clip.is_of_norm or self.is_turn)
 
     def feed(self) -> Feed:
         """Return what the script gives to the updates of a run."""
@@ -157,7 +164,12 @@ def _in_turn(recording: Recording, optimizers: Sequence[torch.optim.Optimizer]) 
     ]
     like = {name: x for t in found for b, i in t.programs[:1] for name, x in i.batch_of(b).items() if name in i.carried}
     evaluated = _evaluated([b for training in found for b, _ in training.programs], modules)
-    found = [replace(training, kept_like=like, evaluated=evaluated) for training in found]
+    names = _rates_of_turns(recording, found)
+    found = [
+        replace(t, kept_like=like, evaluated=evaluated, is_turn=True, cut=replace(t.cut, rates=rates))
+        for t, rates in zip(found, names, strict=True)
+        if t.cut is not None
+    ]
     for training in found:
         _check_turn(training)
     return replace(found[0], recording=recording, turns=tuple(found))
@@ -179,16 +191,20 @@ def _produced(
     return found
 
 
+def _rates_of_turns(recording: Recording, turns: Sequence[Training]) -> list[tuple[str, ...]]:
+    """Return names for the rates of each turn, which the script gives if one may change; else none."""
+    groups = [len(turn.recording.updates[0].settings) for turn in turns]
+    if not recording.schedulers and not any(_rates(turn.recording.updates) for turn in turns):
+        return [()] * len(turns)
+    return [("rate",) if max(groups) == 1 else tuple(f"rate_{i}" for i in range(count)) for count in groups]
+
+
 def _check_turn(training: Training) -> None:
     """Refuse what a turn of several cannot have."""
     backward = training.programs[0][0]
     repeated = next((c for c in backward.program.calls if c.is_repeated and c.random is not None), None)
     problems = {
         "several optimizers and a GradScaler": training.is_scaled and backward.line,
-        "several optimizers and clipping": training.clip is not None and training.clip.line,
-        "several optimizers, and learning rates that change": training.cut is not None
-        and bool(training.cut.rates)
-        and backward.line,
         "random numbers that two updates share": repeated is not None and repeated.line,
     }
     for problem, line in problems.items():
@@ -244,13 +260,15 @@ def _with_cut(
     longest = max(len(update.backwards) for update in updates)
     is_uneven = any(len(update.backwards) != longest for update in updates)
     _check_sizes(longest, programs)
-    rates = _rates(recording.updates)
-    try:
-        scheduler, _ = _scheduler(recording, optimizer, None)
-    except UserError:
-        if not rates:
-            raise
-        scheduler = None
+    rates, scheduler = _rates(recording.updates), None
+    if produced is not None:  # one of several turns, whose rates the script gives
+        _check_settings(recording.updates, but_for_rates=True)
+    else:
+        try:
+            scheduler, _ = _scheduler(recording, optimizer, None)
+        except UserError:
+            if not rates:
+                raise
     return _training(
         replace(recording, updates=updates),
         modules,
@@ -462,13 +480,7 @@ def _scheduler(recording: Recording, optimizer: torch.optim.Optimizer, loader: i
     if len(stepped) > 1:
         raise refused_at("two schedulers step", [*stepped.values()][1][1], "combine them by ChainedScheduler")
     if not stepped:
-        changed = next((u for u in updates if u.settings and u.settings != updates[0].settings), None)
-        if changed is not None:
-            raise refused_at(
-                f"settings of the optimizer change without a scheduler{_difference(updates[0], changed)}",
-                changed.line,
-                "use a scheduler of torch.optim.lr_scheduler",
-            )
+        _check_settings(updates)
         if made:
             raise refused_at(f"no scheduler stepped in {len(updates)} updates", made[0], "give --updates more")
         return None, False
@@ -486,6 +498,21 @@ def _scheduler(recording: Recording, optimizer: torch.optim.Optimizer, loader: i
     raise refused_at(
         "the scheduler steps neither after every update nor after every epoch", line, "step it at one of these"
     )
+
+
+def _check_settings(updates: Sequence[Update], *, but_for_rates: bool = False) -> None:
+    """Refuse settings that change from update to update."""
+
+    def of(update: Update) -> list[dict[str, Any]]:
+        return [{**group, "lr": 0} if but_for_rates else group for group in update.settings]
+
+    changed = next((u for u in updates if u.settings and of(u) != of(updates[0])), None)
+    if changed is not None:
+        raise refused_at(
+            f"settings of the optimizer change without a scheduler{_difference(of(updates[0]), of(changed))}",
+            changed.line,
+            "use a scheduler of torch.optim.lr_scheduler",
+        )
 
 
 def _has_function(scheduler: Any) -> bool:
@@ -509,8 +536,8 @@ def _rates(updates: Sequence[Update]) -> tuple[str, ...]:
     return tuple("rate" if is_one else f"rate_{i}" for i in range(len(by_group)))
 
 
-def _difference(before: Update, after: Update) -> str:
-    pairs = zip(before.settings, after.settings, strict=False)
+def _difference(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
+    pairs = zip(before, after, strict=False)
     found = [(key, x[key], y.get(key)) for x, y in pairs for key in x if x[key] != y.get(key)]
     return f" ({found[0][0]} {found[0][1]}, then {found[0][2]})" if found else ""
 

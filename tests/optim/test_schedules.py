@@ -14,7 +14,16 @@ from torch.optim import lr_scheduler as theirs
 
 import jaxtrain as jt
 from jaxtrain.errors import UserError
-from jaxtrain.optim import at_turn, groups, rate_of_metric, reduce_lr_on_plateau, schedules, sgd, used_learning_rate
+from jaxtrain.optim import (
+    at_turn,
+    clipped,
+    groups,
+    rate_of_metric,
+    reduce_lr_on_plateau,
+    schedules,
+    sgd,
+    used_learning_rate,
+)
 
 STEPS = 1000
 LR = st.floats(1e-4, 10)
@@ -459,6 +468,26 @@ def test_optimizers_that_take_turns_are_those_of_two_loops():
         expected[name] = expected[name] - lr * velocity[name]
     for name, x in expected.items():
         np.testing.assert_allclose(state.params[name], x, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bounds", [{"max_norm": 0.7}, {"max_value": 0.3}, {"max_norm": 1.5, "max_value": 0.2}])
+def test_a_clipped_optimizer_updates_as_pytorchs_after_clipping(bounds):
+    tx, start = clipped(sgd(0.1, momentum=0.9), **bounds), np.array([[0.5, -2.0], [1.0, 0.1]])
+    theirs = torch.nn.Parameter(torch.tensor(start))
+    optimizer = torch.optim.SGD([theirs], lr=0.1, momentum=0.9)
+    with jax.enable_x64(True):
+        ours, state = jnp.asarray(start), tx.init(jnp.asarray(start))
+        for i in range(4):
+            grad = np.sin(np.arange(4.0).reshape(2, 2) + i) / (1 + i)  # over the bounds at first, within them later
+            theirs.grad = torch.tensor(grad)
+            if "max_norm" in bounds:
+                torch.nn.utils.clip_grad_norm_([theirs], bounds["max_norm"])
+            if "max_value" in bounds:
+                torch.nn.utils.clip_grad_value_([theirs], bounds["max_value"])
+            optimizer.step()
+            updates, state = tx.update(jnp.asarray(grad), state, ours)
+            ours = ours + updates
+            np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=1e-14)
 
 
 def test_a_turn_that_the_loss_function_does_not_return_is_refused():

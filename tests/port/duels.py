@@ -15,12 +15,28 @@ criterion = nn.BCEWithLogitsLoss()
 optimizer_g = torch.optim.{optimizer}(G.parameters(), lr=1e-2)
 optimizer_d = torch.optim.Adam(D.parameters(), lr=1e-2)
 label = torch.zeros({label})
+{schedulers}
 for epoch in range(100):
     for i in range(0, {rows}, 8):
         real = data[i : i + 8]
         noise = torch.randn(len(real), 4)
 {body}
+    {end}
 """
+CLIPS = (
+    "",
+    "nn.utils.clip_grad_norm_({}.parameters(), 0.05); ",
+    "nn.utils.clip_grad_value_({}.parameters(), 0.01); ",
+)
+RATES = (
+    ("", "pass"),
+    ("S = torch.optim.lr_scheduler; scheduler_d = S.StepLR(optimizer_d, 2, 0.5)", "scheduler_d.step()"),
+    (
+        "S = torch.optim.lr_scheduler\n"
+        "schedulers = [S.LambdaLR(o, lambda e: 1 / (1 + e)) for o in (optimizer_g, optimizer_d)]",
+        "[scheduler.step() for scheduler in schedulers]",
+    ),
+)
 D_TWICE = """
         optimizer_d.zero_grad()
         {one}
@@ -29,21 +45,21 @@ D_TWICE = """
         {zero}
         loss_d = criterion(D(fake.detach()).flatten(), {label})
         loss_d.backward()
-        optimizer_d.step()
+        {clip_d}optimizer_d.step()
 """
 D_ONCE = """
         optimizer_d.zero_grad()
         fake = G(noise)
         loss_d = D(fake.detach()).mean() - D(real).mean() + D(real).square().mean()
         loss_d.backward()
-        optimizer_d.step()
+        {clip_d}optimizer_d.step()
 """
 G_OF_FAKE = """
         optimizer_g.zero_grad()
         {one}
         loss_g = criterion(D(fake).flatten(), {label})
         loss_g.backward()
-        optimizer_g.step()
+        {clip_g}optimizer_g.step()
 """
 G_ANEW = """
         optimizer_g.zero_grad()
@@ -51,7 +67,7 @@ G_ANEW = """
         fake = G(noise)
         loss_g = criterion(D(fake).flatten(), {label}) + 0.1 * fake.square().mean()
         loss_g.backward()
-        optimizer_g.step()
+        {clip_g}optimizer_g.step()
 """
 
 
@@ -73,6 +89,7 @@ def duel(folder: Path, number: int) -> Path:
         body = of_d + "        if i % 16 == 0:\n" + of_g.replace("\n        ", "\n            ").lstrip("\n")
     else:
         body = of_d + of_g
+    of_clips, (schedulers, end) = draw.choices(CLIPS, k=2), draw.choice(RATES)
     path = folder / "train.py"
     path.write_text(
         LOOP.format(
@@ -82,7 +99,9 @@ def duel(folder: Path, number: int) -> Path:
             rows=rows,
             optimizer=draw.choice(["SGD", "Adam", "RMSprop"]),
             label=8,
-            body=body.format(**labels),
+            body=body.format(**labels, clip_d=of_clips[0].format("D"), clip_g=of_clips[1].format("G")),
+            schedulers=schedulers,
+            end=end,
         )
     )
     return path

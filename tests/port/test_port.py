@@ -17,7 +17,7 @@ from jaxtrain.run import load_recipe
 from parity.ported import ported_case, prove
 from parity.run import check
 
-from .loops import script
+from .loops import changed, script
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -81,16 +81,34 @@ def test_a_bug_in_the_written_settings_is_noticed(small, bug: str) -> None:
 
 def test_a_bug_in_the_written_model_is_noticed(small) -> None:
     result, folder = small
-    text = (folder / "model.py").read_text()
-    assert "jnp.tanh" in text
-    (folder / "model.py").write_text(text.replace("jnp.tanh", "jax.nn.soft_sign"))
-    run = (folder / "run.py").read_text()
-    (folder / "run.py").write_text(f"{run}# a file is imported once for its content\n")
-    try:
+    with changed(folder / "model.py", "jnp.tanh", "jax.nn.soft_sign"):
         assert not check(ported_case(result, folder, "small"), steps=2).passed
-    finally:
-        (folder / "run.py").write_text(run)
-        (folder / "model.py").write_text(text)
+
+
+def test_values_are_clipped_and_rates_given_for_batches_of_each_shape(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        optimizer="optimizer = torch.optim.SGD([{'params': model[0].parameters()}, {'params': model[2].parameters(),"
+        " 'lr': 0.2}], lr=0.1)",
+        forward="x, y = torch.randn(8 - i % 2, 6), torch.arange(8 - i % 2) % 3\n"
+        "        loss = nn.functional.cross_entropy(model(x), y, reduction='sum') / len(x)",
+        step="optimizer.param_groups[1]['lr'] = 0.3 / (1 + i)\n"
+        "        nn.utils.clip_grad_value_(model.parameters(), 0.02); optimizer.step(); optimizer.zero_grad()",
+    )
+    training = understood(record(path, [], 9))
+    check_rerun(training)
+    result = ported(training)
+    write(result, path, [], tmp_path)
+    assert "shape_2" in (tmp_path / "run.py").read_text()
+    proof = prove(result, tmp_path, "clipped")
+    assert proof.passed, proof.lines
+    for bug in (
+        ("max_value=0.02", "max_norm=0.02"),
+        ('batch.pop("rate_1")', 'batch.pop("rate_1") * 1.01'),
+        ('"x [7, 6], y [7]"', '"x [6, 6], y [6]"'),
+    ):
+        with changed(tmp_path / "run.py", *bug):
+            assert not prove(result, tmp_path, "clipped").passed
 
 
 @pytest.mark.parametrize(

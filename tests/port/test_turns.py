@@ -24,6 +24,10 @@ def test_a_generated_script_is_understood_to_the_bit(tmp_path: Path, number: int
     check_rerun(training)
     assert len(training.turns) == 2
     assert [type(turn.optimizer).__name__ for turn in training.turns][1] == "Adam"
+    text = (tmp_path / "train.py").read_text()
+    for turn, model in zip(training.turns, "GD", strict=True):
+        assert (turn.clip is not None) == (f"({model}.parameters(), 0.0" in text)
+        assert turn.cut.rates == (("rate",) if "scheduler" in text else ())
     names = [{root.name for root in turn.cut.roots if root.kind == "input"} for turn in training.turns]
     assert names[0] == {"noise"} | ({"target"} if "target" in names[0] else set())
     assert {"noise", "real"} <= names[1]
@@ -32,10 +36,10 @@ def test_a_generated_script_is_understood_to_the_bit(tmp_path: Path, number: int
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("duel")
-    path = duel(folder, 3)
+    path = duel(folder, 35)
     text = path.read_text()
-    path.write_text(text.replace("torch.randn(24", "torch.randn(28").replace("range(0, 24", "range(0, 28"))
-    training = understood(record(path, [], 12))
+    assert all(part in text for part in ("clip_grad_norm_", "clip_grad_value_", "scheduler"))
+    training = understood(record(path, [], 16))
     result = ported(training)
     write(result, path, [], folder)
     check_fed(training, path, [], folder)
@@ -51,7 +55,13 @@ def test_the_written_files_are_the_script(written) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("turn=0", "turn=1"), ("learning_rate=0.01", "learning_rate=0.0101"), ('"turn_2/model.py"', '"model.py"')],
+    [
+        ("turn=0", "turn=1"),
+        ("max_norm=0.05", "max_norm=0.051"),
+        ("max_value=0.01", "max_norm=0.01"),
+        ('batch.pop("rate")', '1.01 * batch.pop("rate")'),
+        ('"turn_2/model.py"', '"model.py"'),
+    ],
 )
 def test_a_bug_in_the_written_turns_is_noticed(written, old: str, new: str) -> None:
     result, folder = written
