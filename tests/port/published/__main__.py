@@ -1,0 +1,132 @@
+"""Port published training scripts, unmodified: `python -m tests.port.published FOLDER [NAME ...]`.
+
+FOLDER has clones of their repositories by name. Each script runs in a copy of its folder, with data made on the spot.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+_SMALL = "--batch_size 8 --img_size 16 --n_epochs 3"
+_GAN = "PyTorch-GAN/implementations"
+
+
+_JAXTRAIN = [sys.executable, "-c", "import sys, jaxtrain.cli; sys.exit(jaxtrain.cli.main(sys.argv[1:]))"]
+
+
+class Script(NamedTuple):
+    """A published script.
+
+    Attributes:
+      path: Its file, in FOLDER.
+      args: Its arguments.
+    """
+
+    path: str
+    args: str = ""
+
+
+SCRIPTS = {
+    "mnist": Script("examples/mnist/main.py", "--epochs 3 --batch-size 8"),
+    "mnist_rnn": Script("examples/mnist_rnn/main.py", "--epochs 3 --batch-size 8"),
+    "vae": Script("examples/vae/main.py", "--epochs 3 --batch-size 8"),
+    "mnist_forward_forward": Script("examples/mnist_forward_forward/main.py", "--train_size 64 --epochs 3"),
+    "mnist_hogwild": Script("examples/mnist_hogwild/main.py", "--epochs 3 --num-processes 1"),
+    "regression": Script("examples/regression/main.py"),
+    "siamese_network": Script("examples/siamese_network/main.py", "--epochs 3 --batch-size 4"),
+    "dcgan": Script("examples/dcgan/main.py", "--dataset fake --batchSize 8 --ngf 8 --ndf 8 --niter 3"),
+    "word_language_model": Script(
+        "examples/word_language_model/main.py", "--model LSTM --emsize 16 --nhid 16 --batch_size 4 --bptt 6 --epochs 3"
+    ),
+    **{
+        name: Script(f"{_GAN}/{name}/{name}.py", _SMALL if name not in ("dcgan", "acgan") else _SMALL.replace("16", "32"))
+        for name in (
+            *("gan", "lsgan", "cgan", "relativistic_gan", "wgan", "wgan_gp", "wgan_div", "dragan", "bgan", "began"),
+            *("softmax_gan", "infogan", "aae", "ebgan", "cogan", "sgan", "acgan", "cluster_gan"),
+        )
+    },
+    "gan_dcgan": Script(f"{_GAN}/dcgan/dcgan.py", _SMALL.replace("16", "32")),
+    "gan_pixelda": Script(f"{_GAN}/pixelda/pixelda.py", _SMALL.replace("16", "32")),
+    **{
+        f"tutorial_{name}": Script(f"pytorch-tutorial/tutorials/{path}/main.py")
+        for name, path in {
+            "feedforward": "01-basics/feedforward_neural_network",
+            "linear": "01-basics/linear_regression",
+            "logistic": "01-basics/logistic_regression",
+            "birnn": "02-intermediate/bidirectional_recurrent_neural_network",
+            "cnn": "02-intermediate/convolutional_neural_network",
+            "resnet": "02-intermediate/deep_residual_network",
+            "language_model": "02-intermediate/language_model",
+            "rnn": "02-intermediate/recurrent_neural_network",
+            "gan": "03-advanced/generative_adversarial_network",
+            "vae": "03-advanced/variational_autoencoder",
+        }.items()
+    },
+}
+
+
+def ported(folder: Path, script: Script, limit: float) -> tuple[str, float]:
+    """Return what `jaxtrain port` says of a script, and seconds.
+
+    Args:
+      folder: Folder of the repositories.
+      script: The script.
+      limit: Seconds after which it is ended.
+    """
+    path, start = folder / script.path, time.perf_counter()
+    with tempfile.TemporaryDirectory() as work:
+        own = Path(work) / "script"
+        shutil.copytree(path.parent, own, ignore=shutil.ignore_patterns("*.gif", "*.jpg", "*.png"))
+        (Path(work) / "data").mkdir()
+        found = _stand_ins(own)
+        command = [*_JAXTRAIN, "port", "--out", f"{work}/port", path.name, *script.args.split()]
+        paths = os.pathsep.join([str(HERE), *found, os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": paths, "CI": "true"}
+        try:
+            done = subprocess.run(command, cwd=own, env=environment, capture_output=True, text=True, timeout=limit)
+        except subprocess.TimeoutExpired:
+            return f"not done in {limit:.0f} s", time.perf_counter() - start
+    return _verdict(done), time.perf_counter() - start
+
+
+def _stand_ins(own: Path) -> list[str]:
+    """Give a script the files that it reads."""
+    text = "the cat sat on the mat and the dog ate a fish while birds sang in the old tree\n"
+    if (own / "data" / "wikitext-2").is_dir():
+        for name in ("train", "valid", "test"):
+            (own / "data" / "wikitext-2" / f"{name}.txt").write_text(text * 20)
+    if (own / "data_utils.py").exists():
+        (own / "data").mkdir(exist_ok=True)
+        (own / "data" / "train.txt").write_text(text * 400)
+    return []
+
+
+def _verdict(done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode in (0, 1):
+        worst = re.search(r"updates in float64: (.*?) {3,}(equal|NOT EQUAL)", done.stdout)
+        return f"{worst[2]}: {worst[1]}" if worst is not None else f"no verdict: {done.stderr[-300:]}"
+    return f"refused: {done.stderr.strip().splitlines()[-1]}"
+
+
+def main() -> None:
+    """Print what `jaxtrain port` says of each script."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--limit", type=float, default=300.0)
+    given = parser.parse_args()
+    for name in given.names or SCRIPTS:
+        verdict, seconds = ported(given.folder, SCRIPTS[name], given.limit)
+        print(f"{name:<24} {seconds:5.0f} s  {verdict}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
