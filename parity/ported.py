@@ -195,7 +195,7 @@ class _InTurn(torch.optim.Optimizer):
         self, optimizers: Sequence[torch.optim.Optimizer], order: Sequence[tuple[int, Sequence[Mapping[str, Any]]]]
     ) -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        super().__init__([p for group in groups for p in group["params"]], {})
+        super().__init__([*dict.fromkeys(p for group in groups for p in group["params"])], {})
         self._optimizers, self._order, self._count = optimizers, order, 0
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

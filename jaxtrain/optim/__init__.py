@@ -42,7 +42,7 @@ from jaxtrain.optim.radam import radam
 from jaxtrain.optim.rmsprop import rmsprop
 from jaxtrain.optim.rprop import rprop
 from jaxtrain.optim.sgd import sgd
-from jaxtrain.optim.turns import at_turn
+from jaxtrain.optim.turns import added, at_turn
 from jaxtrain.step import scale_by_learning_rate, used_learning_rate, used_learning_rates
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "adamax",
     "adamw",
     "adamw8bit",
+    "added",
     "all_but",
     "asgd",
     "at_turn",

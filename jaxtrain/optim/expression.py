@@ -32,7 +32,7 @@ from jaxtrain.optim.radam import radam
 from jaxtrain.optim.rmsprop import rmsprop
 from jaxtrain.optim.rprop import rprop
 from jaxtrain.optim.sgd import sgd
-from jaxtrain.optim.turns import at_turn
+from jaxtrain.optim.turns import added, at_turn
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "adadelta": adadelta,
@@ -43,6 +43,7 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "adamax": adamax,
     "adamw": adamw,
     "adamw8bit": adamw8bit,
+    "added": added,
     "asgd": asgd,
     "at_turn": at_turn,
     "clipped": clipped,

@@ -61,3 +61,50 @@ def at_turn(
         return updates, TurnState(jax.tree.map(lambda x, old: jnp.where(is_turn, x, old), new, state.inner))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+class AddedState(NamedTuple):
+    """State of `added`.
+
+    Attributes:
+      first: State of the first optimizer.
+      second: State of the second one.
+    """
+
+    first: Any
+    second: Any
+
+
+def added(
+    first: optax.GradientTransformation, second: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Update by the sum of the updates of two optimizers, as for parameters that both update at their turns.
+
+    Args:
+      first: An optax transformation.
+      second: Another one, which gets the same gradients.
+
+    Returns:
+      An optax transformation.
+
+    Example:
+      >>> from jaxtrain.optim import sgd
+      >>> tx = added(at_turn(sgd(0.5), turn=0), at_turn(sgd(0.1), turn=1))
+      >>> state, found = tx.init(jnp.zeros(1)), []
+      >>> for i in (0, 1):
+      ...     updates, state = tx.update(jnp.ones(1), state, jnp.zeros(1), metrics={"turn": jnp.float32(i)})
+      ...     found.append(round(float(updates[0]), 6))
+      >>> found
+      [-0.5, -0.1]
+    """
+    one, two = optax.with_extra_args_support(first), optax.with_extra_args_support(second)
+
+    def init(params: Any) -> AddedState:
+        return AddedState(one.init(params), two.init(params))
+
+    def update(grads: Any, state: AddedState, params: Any = None, **extra: Any) -> Any:
+        updates, new_first = one.update(grads, state.first, params, **extra)
+        others, new_second = two.update(grads, state.second, params, **extra)
+        return jax.tree.map(jnp.add, updates, others), AddedState(new_first, new_second)
+
+    return optax.GradientTransformationExtraArgs(init, update)

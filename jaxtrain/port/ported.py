@@ -1,6 +1,6 @@
 """A script as a model of JAX, with the optimizer of its run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,15 +62,35 @@ def ported(training: Training) -> Ported:
 
 def _in_turn(training: Training, turns: Sequence[Ported]) -> Ported:
     """Return the models of several optimizers, which update at their turns."""
-    optimizer: dict[str, Call] = {}
+    by_path: dict[str, dict[int, Call]] = {}
     for i, turn in enumerate(turns):
         assert not isinstance(turn.optimizer, Call)
         for paths, call in turn.optimizer.items():
-            optimizer[paths] = Call("at_turn", {"optimizer": call, "turn": i})
+            for path in paths.split():
+                by_path.setdefault(path, {})[i] = Call("at_turn", {"optimizer": call, "turn": i})
         if turn.model.params.keys() != turns[0].model.params.keys():
             line = turn.training.programs[0][0].line
             raise refused_at("several optimizers, and layers that are a loop in one program alone", line, "")
-    return replace(turns[0], training=training, optimizer=optimizer, turns=tuple(turns))
+    return replace(turns[0], training=training, optimizer=_added(by_path, training), turns=tuple(turns))
+
+
+def _added(by_path: Mapping[str, Mapping[int, Call]], training: Training) -> dict[str, Call]:
+    """Return the optimizers of parameters by their paths: of those that several turns update, the sum of theirs."""
+    groups: dict[str, list[str]] = {}
+    for path, calls in by_path.items():
+        groups.setdefault(str(calls), []).append(path)
+    for i, turn in enumerate(training.turns):
+        count = sum(i in by_path[paths[0]] for paths in groups.values())
+        if turn.clip is not None and turn.clip.is_of_norm and count > 1:
+            problem = "an optimizer clips by the norm of parameters, some of which another one updates as well"
+            raise refused_at(problem, turn.clip.line, "clip by value, or give each parameter to one optimizer")
+    found: dict[str, Call] = {}
+    for paths in groups.values():
+        call, *others = by_path[paths[0]].values()
+        for other in others:
+            call = Call("added", {"first": call, "second": other})
+        found[" ".join(paths)] = call
+    return found
 
 
 def _examples(training: Training) -> Iterator[tuple[torch.nn.Module, dict[str, torch.Tensor]]]:

@@ -83,7 +83,7 @@ class Recorder(TorchFunctionMode):
         self._has_batch = True
         for x in tensors:
             self._origins[self.value(x)] = Origin.BATCH
-            self._given[self.value(x)] = x.clone(), _version(x)
+            self._given[self.value(x)] = copied(x), _version(x)
 
     def interval(self, loss: torch.Tensor) -> Interval:
         """Return what was called since `end_interval`, up to a loss."""
@@ -208,7 +208,7 @@ class Recorder(TorchFunctionMode):
             if isinstance(x, torch.nn.Parameter) or (of_model and value in self._made):
                 continue
             if value not in self._given or self._given[value][1] != _version(x):
-                self._given[value] = x.detach().clone(), _version(x)
+                self._given[value] = copied(x), _version(x)
 
     def variables(self) -> Iterator[dict[str, Any]]:
         """Yield the variables of the functions of the script that are being executed, innermost first."""
@@ -230,6 +230,22 @@ class Recorder(TorchFunctionMode):
                 other = Line(file, frame.f_lineno, frame.f_code.co_name)
             frame = frame.f_back
         return other or Line(self.script, 1, "<module>")
+
+
+def copied(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the strides and the alignment of a tensor, on which the order of sums in PyTorch depends."""
+    if x.layout != torch.strided or not x.numel() or 0 in x.stride() or x.device.type != "cpu":
+        return x.detach().clone()
+    before, rest = divmod(x.data_ptr() % _ALIGNMENT, x.element_size())
+    count = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    memory = x.detach().new_empty(before + count)
+    if rest or memory.data_ptr() % _ALIGNMENT:
+        return x.detach().clone()
+    return memory.as_strided(x.shape, x.stride(), before).copy_(x.detach())
+
+
+_ALIGNMENT = 64
+"""Bytes at multiples of which PyTorch's memory begins."""
 
 
 def has_tensors(module: torch.nn.Module) -> bool:

@@ -148,11 +148,6 @@ def _in_turn(recording: Recording, optimizers: Sequence[torch.optim.Optimizer]) 
     skipped = next((update for update in recording.updates if update.optimizer is None), None)
     if skipped is not None:
         raise refused_at("several optimizers and a GradScaler", skipped.line, "scale no loss")
-    owners: dict[int, torch.optim.Optimizer] = {}
-    for optimizer, p in ((o, p) for o in optimizers for group in o.param_groups for p in group["params"]):
-        if owners.setdefault(id(p), optimizer) is not optimizer:
-            line = recording.optimizers[id(optimizer)]
-            raise refused_at("a parameter is trained by two optimizers", line, "give it to one of them")
     modules = _modules(recording, [b for update in recording.updates for b in update.backwards], *optimizers)
     turns = of_turns(recording, optimizers)
     made = [made_in(turn) for turn in turns]

@@ -76,3 +76,37 @@ def test_random_numbers_that_two_updates_share_are_refused(tmp_path: Path) -> No
     path.write_text(text.replace("nn.Tanh()", "nn.Tanh(), nn.Dropout(0.1)", 1))
     with pytest.raises(UserError, match="random numbers that two updates share"):
         understood(record(path, [], 14))
+
+
+SHARED = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+G = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
+D, Q = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), nn.Linear(6, 4)
+data = torch.randn(28, 6)
+optimizer_g = torch.optim.Adam(G.parameters(), lr=1e-2)
+optimizer_d = torch.optim.Adam(D.parameters(), lr=1e-2)
+optimizer_q = torch.optim.SGD([*G.parameters(), *Q.parameters()], lr=1e-2, momentum=0.9)
+for epoch in range(100):
+    for i in range(0, 28, 7):
+        real, noise = data[i : i + 7], torch.randn(7, 4)
+        fake = G(noise)
+        optimizer_g.zero_grad(); D(fake).mean().neg().backward(); optimizer_g.step()
+        optimizer_d.zero_grad(); (D(fake.detach()).mean() - D(real).mean()).backward(); optimizer_d.step()
+        optimizer_q.zero_grad(); (Q(G(noise)) - noise).square().mean().backward(); optimizer_q.step()
+"""
+
+
+def test_a_parameter_may_have_several_optimizers(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SHARED)
+    training = understood(record(path, [], 15))
+    check_rerun(training)
+    result = ported(training)
+    write(result, path, [], tmp_path)
+    proof = prove(result, tmp_path, "shared")
+    assert proof.passed, proof.lines
+    with changed(tmp_path / "run.py", "momentum=0.9", "momentum=0.91"):
+        assert not prove(result, tmp_path, "shared").passed

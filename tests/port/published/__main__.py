@@ -44,10 +44,13 @@ SCRIPTS = {
     "siamese_network": Script("examples/siamese_network/main.py", "--epochs 3 --batch-size 4"),
     "dcgan": Script("examples/dcgan/main.py", "--dataset fake --batchSize 8 --ngf 8 --ndf 8 --niter 3"),
     "word_language_model": Script(
-        "examples/word_language_model/main.py", "--model LSTM --emsize 16 --nhid 16 --batch_size 4 --bptt 6 --epochs 3"
+        "examples/word_language_model/main.py",
+        "--use-optimizer --model LSTM --emsize 16 --nhid 16 --batch_size 4 --bptt 6 --epochs 3",
     ),
     **{
-        name: Script(f"{_GAN}/{name}/{name}.py", _SMALL if name not in ("dcgan", "acgan") else _SMALL.replace("16", "32"))
+        name: Script(
+            f"{_GAN}/{name}/{name}.py", _SMALL if name not in ("dcgan", "acgan") else _SMALL.replace("16", "32")
+        )
         for name in (
             *("gan", "lsgan", "cgan", "relativistic_gan", "wgan", "wgan_gp", "wgan_div", "dragan", "bgan", "began"),
             *("softmax_gan", "infogan", "aae", "ebgan", "cogan", "sgan", "acgan", "cluster_gan"),

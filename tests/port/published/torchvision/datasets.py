@@ -36,7 +36,16 @@ class _Images(Dataset[Any]):
 
 
 class MNIST(_Images):
-    """Images [1, 28, 28]."""
+    """Images [1, 28, 28], whose `data` have no channels."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.data = self.data[:, 0]
+
+    def __getitem__(self, i: int) -> tuple[Any, Any]:
+        image, target = self.data[i][None], int(self.targets[i])
+        image = image if self.transform is None else self.transform(image)
+        return image, target if self.target_transform is None else self.target_transform(target)
 
 
 class FashionMNIST(MNIST):
