@@ -54,6 +54,8 @@ class Proof(NamedTuple):
 def prove(result: Ported, folder: Path, name: str) -> Proof:
     """Compare the files in a folder with PyTorch in float64, and write `proof.html` there.
 
+    A script with autocast is compared in its precision as well: how far both are from float64.
+
     Args:
       result: The script that they were written for.
       folder: The folder.
@@ -65,17 +67,31 @@ def prove(result: Ported, folder: Path, name: str) -> Proof:
         if not examination.verdict.passed and not result.turns:  # `locate` reads one program
             examination = examine(case, "fp64", locate=True)
     found = examination.verdict
-    write_page(folder / "proof.html", environment(), [page_case(Result(case, "fp64", settings_of(case), examination))])
+    results = [Result(case, "fp64", settings_of(case), examination)]
+    if result.training.autocast is not None and found.passed:
+        precision = PRECISIONS[result.training.autocast]
+        with waiting(Console(stderr=True), name):
+            results.append(Result(case, precision, settings_of(case), examine(case, precision)))
+    write_page(folder / "proof.html", environment(), list(map(page_case, results)))
     worst = f"losses {found.loss_rel:.0e}, gradients {found.grad_rel_max:.0e}, parameters {found.param_rel_max:.0e}"
     changed = _changed_settings(result, load_recipe(f"{folder / 'run.py'}::Run")[1])
     others = () if result.turns else range(1, len(result.training.programs))  # turns have batches of all shapes
     changed += [line for i in others for line in _of_shape(result, folder, name, i)]
-    passed = found.passed and not changed
+    passed = all(one.examination.verdict.passed for one in results) and not changed
     answer = "equal" if passed else "NOT EQUAL"
     lines = [f"{case.settings['steps']} updates in float64: {worst}        {answer}", *found.faults, *changed]
+    lines += [line for one in results[1:] for line in _accuracy(one)]
     if found.first_divergence is not None:
         lines.append(f"first at {found.first_divergence}")
     return Proof(passed, tuple(lines))
+
+
+def _accuracy(result: Result) -> list[str]:
+    """Return lines on the accuracy of a low precision."""
+    found = result.examination.verdict
+    answer = "as accurate" if found.passed else "NOT AS ACCURATE"
+    line = f"{result.precision}: {found.error_ratio or 0:.2f} times PyTorch's distance to float64        {answer}"
+    return [line, *found.faults]
 
 
 def _changed_settings(result: Ported, recipe: Recipe) -> list[str]:

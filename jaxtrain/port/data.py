@@ -17,16 +17,17 @@ from jaxtrain.errors import UserError
 _MADE: dict[tuple[Path, tuple[str, ...]], list[Any]] = {}
 
 
-def script_loader(script: Path | str, args: Sequence[str], number: int) -> Any:
+def script_loader(script: Path | str, args: Sequence[str], number: int, folder: Path | str | None = None) -> Any:
     """Return a DataLoader of a PyTorch script, by running the script until it begins to train.
 
-    The script runs from where it is with its arguments, as by `python SCRIPT`, up to its first pass over that loader.
-    What it prints until then is left out.
+    The script runs with its arguments, as by `python SCRIPT`, up to its first pass over that loader. What it prints
+    until then is left out; files that exist are not changed.
 
     Args:
       script: The script.
       args: Its arguments.
       number: Number of the loader, in the order in which the script makes them.
+      folder: The folder in which it runs; None for that of this process.
 
     Returns:
       The `torch.utils.data.DataLoader`.
@@ -36,9 +37,15 @@ def script_loader(script: Path | str, args: Sequence[str], number: int) -> Any:
     """
     key = (Path(script).resolve(), tuple(args))
     if key not in _MADE or len(_MADE[key]) <= number:
+        from jaxtrain.port.kept_files import kept_files
         from jaxtrain.port.script import made_loaders
 
-        with contextlib.redirect_stdout(io.StringIO()):
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.chdir(folder or Path.cwd()),
+            tempfile.TemporaryDirectory(prefix="jaxtrain-port-") as kept,
+            kept_files(Path(kept)),
+        ):
             keep_loaders(*key, made_loaders(key[0], args, number))
     if len(_MADE[key]) <= number:
         raise UserError(f"{script} ended before it read its DataLoader {number}: port the script again")

@@ -30,7 +30,7 @@ def recipe_source(
     """
     command = " ".join([script.name, *args])
     line = result.training.programs[0][0].line
-    folder = f"FOLDER = Path({str(Path.cwd())!r})\n" if result.training.loader is None else ""
+    folder = f"FOLDER = Path({str(Path.cwd())!r})\n"
     state = ', port.arrays(HERE / "state.safetensors")' if result.state() else ""
     settings = "\n".join(_field(name, *setting) for name, setting in _settings(result).items())
     return f'''"""{command} as a recipe, written by `jaxtrain port {command}`.
@@ -128,7 +128,10 @@ def _data_source(result: Ported) -> str:
     end = f"\n            frozen={set(frozen)!r}.__contains__," if frozen else ""
     if training.loader is None:
         return f'port.ScriptBatches(SCRIPT, ARGS, HERE / "{INPUTS}", FOLDER),{end}'
-    keys, loader = _batch_keys(training, training.loader), f"port.script_loader(SCRIPT, ARGS, {training.loader})"
+    keys, loader = (
+        _batch_keys(training, training.loader),
+        f"port.script_loader(SCRIPT, ARGS, {training.loader}, FOLDER)",
+    )
     if training.accumulate > 1:
         return f"port.ScriptRows({loader}, {keys!r}),{end}"
     return f"{loader},{end}" + (f"\n            batch_keys={keys!r}," if keys else "")

@@ -85,6 +85,23 @@ def test_a_bug_in_the_written_model_is_noticed(small) -> None:
         assert not check(ported_case(result, folder, "small"), steps=2).passed
 
 
+def test_autocast_is_proved_to_be_as_accurate(tmp_path: Path) -> None:
+    path = script(
+        tmp_path, forward="with torch.autocast('cpu', torch.bfloat16): out = model(x)\n        loss = criterion(out, y)"
+    )
+    training = understood(record(path, [], 9))
+    result = ported(training)
+    write(result, path, [], tmp_path)
+    proof = prove(result, tmp_path, "autocast")
+    assert proof.passed, proof.lines
+    assert any(line.startswith("bf16: ") and line.endswith("  as accurate") for line in proof.lines)
+    rounded = "(lambda x: jnp.tanh(x) if x.dtype == 'float64' else jnp.tanh(x).astype('float8_e4m3fn').astype(x.dtype))"
+    with changed(tmp_path / "model.py", "jnp.tanh", rounded):
+        proof = prove(result, tmp_path, "autocast")
+    assert not proof.passed
+    assert any(line.startswith("bf16: ") and line.endswith("NOT AS ACCURATE") for line in proof.lines)
+
+
 def test_values_are_clipped_and_rates_given_for_batches_of_each_shape(tmp_path: Path) -> None:
     path = script(
         tmp_path,
@@ -131,8 +148,16 @@ def test_a_smaller_last_batch_is_proved_too(tmp_path: Path, loss: str) -> None:
 
 
 def test_the_data_of_a_recipe_are_the_scripts_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = script(tmp_path, forward="raise AssertionError('the script does not train')")
-    loader = script_loader(path, [], 0)
+    path = script(
+        tmp_path,
+        model="model = nn.Linear(6, 3); from pathlib import Path; file = Path('rows.txt')\n"
+        "rows = file.read_text().split(); file.write_text('')",
+        forward="raise AssertionError('the script does not train')",
+    )
+    path.write_text(path.read_text().replace("torch.randn(50, 6)", "torch.randn(int(rows[0]), 6)"))
+    (tmp_path / "rows.txt").write_text("50")
+    loader = script_loader(path, [], 0, tmp_path)
+    assert (tmp_path / "rows.txt").read_text() == "50"
     assert loader.batch_size == 8
     assert len(loader.dataset) == 50
     rows = ScriptRows(loader, ("x", "y"))
