@@ -65,6 +65,7 @@ class Cut:
       numbers: The numbers that differ.
       rates: Names of the learning rates of the optimizer's groups, if the script gives them.
       window: Number of micro-batches to which shorter windows are filled up; 0 if all have the same number.
+      is_joined: Whether the calls of `backward` of an update are parts of one loss.
       lead: What follows an update, which a micro-batch that follows none does without; None if all begin alike.
     """
 
@@ -77,6 +78,7 @@ class Cut:
     numbers: tuple[Number, ...]
     rates: tuple[str, ...] = ()
     window: int = 0
+    is_joined: bool = False
     lead: Lead | None = None
 
     def read(self, backward: Backward, before: Backward | None) -> Backward:
@@ -97,6 +99,9 @@ class Cut:
         by_name = {
             root.name: x for x, root in zip(found.program.roots, self.roots, strict=True) if root.kind == "input"
         }
+        unknown = next((name for name, x in by_name.items() if x not in found.tensors), None)
+        if unknown is not None:
+            raise refused_at(f"what {unknown} was is not known", found.line, "compute it in every update alike")
         before_made = {*carried_between(before, found)} if before is not None else set()
         flags = [by_name[name] in before_made for name in self.carried if name in by_name]
         flags += [by_name[name] in found.interval.carried for name in self.foreign]
@@ -191,6 +196,7 @@ def _cut_of(found: Mapping[str, Any]) -> Cut:
         numbers=tuple(Number(name, call, _path(path)) for name, call, path in found["numbers"]),
         rates=tuple(found["rates"]),
         window=found["window"],
+        is_joined=found["is_joined"],
         lead=None if found["lead"] is None else _lead_of(*found["lead"]),
     )
 

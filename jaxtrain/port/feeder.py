@@ -93,7 +93,7 @@ class Feeder(Watch):
         is_turn = len(self._feed.cuts) > 1
         turn = [*self.recording.optimizers].index(id(optimizer)) if is_turn else 0
         found, window, backwards = self._feed.cuts[turn], [], self._own
-        if is_turn and self._own:
+        if found.is_joined and self._own:
             backwards = [self._turns.joined(turn, self._own)]
         for backward in backwards:
             read = found.read(backward, self._last.get(turn))

@@ -56,6 +56,7 @@ class Recorder(TorchFunctionMode):
         self._origins: dict[Value, Origin] = {}
         self._memory: dict[Value, int] = {}
         self._given: dict[Value, tuple[torch.Tensor, int]] = {}
+        self._reads: dict[Value, int] = {}  # versions that calls have read
 
     def value(self, tensor: torch.Tensor) -> Value:
         """Return the number of a tensor, which lives at least until `end_interval`."""
@@ -92,11 +93,15 @@ class Recorder(TorchFunctionMode):
         known = {*read, *self._made, *(x for call in self.calls for x in call.own)}
         before = read - self._made
         identities = {self._numbers[key]: key for key in self._held}
+        # What depends on nothing, as a first hidden state, is read where that of another update depends on the model.
+        others = {x: self._held[key] for x, key in identities.items() if x in read and x not in self._origins}
+        others = {x: tensor for x, tensor in others.items() if self._reads.get(x) == _version(tensor)}
+        kept = {x: self._given[x][0] for x in read if x in self._given}
         return Interval(
             calls=tuple(self.calls),
             loss=value,
             memory={x: self._memory.get(x, -x.number) for x in known},
-            given={x: self._given[x][0] for x in read if x in self._given},
+            given={**{x: tensor.detach() for x, tensor in others.items()}, **kept},
             identities={x: identities[x] for x in known if x in identities},
             sizes={
                 self._numbers[key]: tuple(x.shape) for key, x in self._held.items() if self._numbers[key] in self._made
@@ -106,7 +111,7 @@ class Recorder(TorchFunctionMode):
 
     def end_interval(self) -> None:
         """Begin a new list of calls."""
-        self.calls, self._made, self._has_batch = [], set(), False
+        self.calls, self._made, self._reads, self._has_batch = [], set(), {}, False
         self._held.clear()
 
     @contextlib.contextmanager
@@ -144,6 +149,7 @@ class Recorder(TorchFunctionMode):
             own = self._own(module) if module is not None else ()
             origin = self._origin(function, given, is_model=module is not None)
             evaluated = frozenset(id(part) for part in (module.modules() if module else ()) if not part.training)
+            self._reads |= {self.value(x): version for x, version in zip(given, versions, strict=True)}
             if origin:
                 self._keep(given)
             before, ambient = torch.get_rng_state(), _ambient()

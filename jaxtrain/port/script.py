@@ -231,14 +231,15 @@ class Watch:
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Record the program of a loss, and compute its gradients."""
         line = self.recorder.line()
-        if args or any(value is not None and value is not False for value in kwargs.values()):
-            raise Refused(refused_at("backward() with arguments", line, "call it without any"))
+        keeps = kwargs.pop("retain_graph", None)  # for another call, which changes nothing in this one
+        if any(value is not None and value is not False for value in (*args, *kwargs.values())):
+            raise Refused(refused_at("backward() with arguments", line, "call it without any but retain_graph"))
         if loss.numel() != 1:
             raise Refused(refused_at("backward() of a tensor that is no scalar", line, "reduce the loss to a scalar"))
         unscaled, scale = self._scaled.pop(id(loss), (loss, None))
         with self.recorder.inside():
             self._update.backwards.append(self.program(unscaled, scale, line))
-            torch.Tensor.backward(loss)
+            torch.Tensor.backward(loss, retain_graph=keeps)
         self.recorder.end_interval()
         self.recorder.reads.clear()
 

@@ -130,6 +130,7 @@ def understood(recording: Recording) -> Training:
     """Return what a recorded script is.
 
     Its data are those of a DataLoader if its programs begin with the batches of one; else those that the script gives.
+    Several calls of `backward` in an update are micro-batches of one program, or parts of one loss.
 
     Raises:
       UserError: It is something else; the message names the line.
@@ -140,7 +141,20 @@ def understood(recording: Recording) -> Training:
     try:
         return _with_loader(recording, optimizers[0])
     except UserError:
+        pass
+    try:
         return _with_cut(recording, optimizers[0])
+    except UserError:
+        if all(len(update.backwards) == 1 for update in recording.updates):
+            raise
+        (joined,) = of_turns(recording, optimizers)
+        return _joined(_with_cut(joined, optimizers[0]))
+
+
+def _joined(training: Training) -> Training:
+    """Return a training whose updates have one program each, of all their calls of `backward`."""
+    assert training.cut is not None
+    return replace(training, cut=replace(training.cut, is_joined=True))
 
 
 def _in_turn(recording: Recording, optimizers: Sequence[torch.optim.Optimizer]) -> Training:
@@ -154,7 +168,7 @@ def _in_turn(recording: Recording, optimizers: Sequence[torch.optim.Optimizer]) 
     others = [{x for other in made if other is not own for x in other} for own in made]
     cuts = [cut(turn, modules, known)[1] for turn, known in zip(turns, others, strict=True)]
     found = [
-        _with_cut(turn, optimizer, modules, known, _produced(turn, turns, cuts, modules))
+        _joined(_with_cut(turn, optimizer, modules, known, _produced(turn, turns, cuts, modules)))
         for turn, optimizer, known in zip(turns, optimizers, others, strict=True)
     ]
     like = {name: x for t in found for b, i in t.programs[:1] for name, x in i.batch_of(b).items() if name in i.carried}

@@ -75,6 +75,23 @@ def test_the_written_files_are_the_script(tmp_path: Path, number: int) -> None:
     assert proof.passed, proof.lines
 
 
+def test_a_state_that_begins_as_zeros_is_carried(tmp_path: Path) -> None:
+    """The first one is made by functions that know nothing of the model."""
+    path = script(
+        tmp_path,
+        model="model = nn.LSTM(6, 3); states = torch.zeros(1, 8, 3), torch.zeros(1, 8, 3)",
+        forward="states = [state.detach() for state in states]\n"
+        "        out, states = model(torch.randn(2, 8, 6), states); loss = out.square().mean()",
+        end="states = torch.zeros(1, 8, 3), torch.zeros(1, 8, 3)",
+    )
+    training = trained(path)
+    check_rerun(training)
+    assert training.cut is not None
+    assert len(training.cut.carried) == 2
+    flags = [bool(micro["is_carried"]) for _, window in training.windows() for micro in window]
+    assert flags == [i % 7 > 0 for i in range(14)]
+
+
 BUGS = {
     "rate": ('"rate": batch["rate"]', '"rate": 2 * batch["rate"]'),
     "padding": ("loss = port.unless", "port.unless"),

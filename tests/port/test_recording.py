@@ -194,10 +194,10 @@ REFUSED = {
         "model.0.bias is trained, and changed by hand",
         "optimizer.step()",
     ),
-    "gradients of a second pass": (
-        {"backward": "loss.backward(retain_graph=True)"},
+    "a vector of gradients": (
+        {"forward": "loss = model(x).mean(1)", "backward": "loss.backward(torch.ones(len(x)))"},
         "backward() with arguments",
-        "loss.backward(retain",
+        "loss.backward(torch",
     ),
 }
 

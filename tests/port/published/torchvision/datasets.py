@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 class _Images(Dataset[Any]):
     """Random images with labels."""
 
-    shape, classes, count = (1, 28, 28), list(map(str, range(10))), 96
+    shape, classes, count = (1, 28, 28), list(map(str, range(10))), 200
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class FakeData(_Images):
 
     def __init__(
         self,
-        size: int = 96,
+        size: int = 200,
         image_size: tuple[int, ...] = (3, 224, 224),
         num_classes: int = 10,
         transform: Callable[[Any], Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.count, self.shape, self.classes = min(size, 96), tuple(image_size), list(map(str, range(num_classes)))
+        self.count, self.shape, self.classes = min(size, 200), tuple(image_size), list(map(str, range(num_classes)))
         super().__init__(transform=transform)
 
 
