@@ -316,7 +316,8 @@ class _Clipped(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         before = [None if p.grad is None else p.grad.clone() for p in parameters]
         getattr(torch.nn.utils, self._clip.function)(parameters, self._clip.bound, **self._clip.options)
-        type(self._optimizer).step.__wrapped__(self._optimizer)  # without its hooks, which are those of this step
+        step: Any = type(self._optimizer).step
+        step.__wrapped__(self._optimizer)  # without its hooks, which are those of this step
         for p, grad in zip(parameters, before, strict=True):
             p.grad = grad
 

@@ -86,7 +86,7 @@ def _model_source(models: Sequence[tuple[str, Mapping[str, str]]]) -> str:
 def _loss_source(result: Ported) -> str:
     """Return the text of the loss function."""
     training, has_state, k = result.training, bool(result.state()), result.training.accumulate
-    found, metrics = training.cut, ""
+    found = training.cut
     of_window = "" if k == 1 else f"; the gradients of the {k} of an update are added"
     lines = [f'"""Return the loss of a micro-batch{of_window}."""']
     if found is not None:

@@ -75,6 +75,26 @@ def test_the_written_files_are_the_script(tmp_path: Path, number: int) -> None:
     assert proof.passed, proof.lines
 
 
+def test_losses_of_several_calls_of_backward_are_added(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        model="model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))",
+        forward="out = model(x); loss = criterion(out, y)",
+        backward="loss.backward(retain_graph=True); (0.3 * out.square().mean()).backward()",
+    )
+    path.write_text(path.read_text().replace("batch_size=8,", "batch_size=8, drop_last=True,"))
+    training = trained(path, 8)
+    check_rerun(training)
+    assert training.cut is not None
+    assert training.cut.is_joined
+    result = ported(training)
+    write(result, path, [], tmp_path)
+    check_fed(training, path, [], tmp_path)
+    assert prove(result, tmp_path, "several").passed
+    with changed(tmp_path / "model.py", "0.3", "0.31"):
+        assert not prove(result, tmp_path, "several").passed
+
+
 def test_a_state_that_begins_as_zeros_is_carried(tmp_path: Path) -> None:
     """The first one is made by functions that know nothing of the model."""
     path = script(

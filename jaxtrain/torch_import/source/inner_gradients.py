@@ -46,7 +46,8 @@ def gradient_item(module: Module, node: Node, owner: Block, scope: Scope) -> Ite
     own = {name: module.given[name] for name in closed if name in module.given and module.given[name].kind != "input"}
     graph = replace(body, inputs=tuple(own.get(x.name, x) for x in body.inputs))
     inner = module.nested(graph, {x.name: module.hint(x.name) for x in graph.inputs})
-    items = inner.items(*[_of_level(graph, module, owner, node)] * 2, scope)
+    block = _of_level(graph, module, owner, node)
+    items = inner.items(block, block, scope)
 
     def definition(resolve: Resolve) -> list[str]:
         outside = {name: resolve(name) for name in closed}
