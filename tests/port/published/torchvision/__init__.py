@@ -1,6 +1,6 @@
 """A stand-in for torchvision with data made on the spot: what the published training scripts use of it."""
 
-from torchvision import datasets, models, transforms, utils
+from . import datasets, models, transforms, utils
 
 __all__ = ["datasets", "models", "transforms", "utils"]
 __version__ = "0"
