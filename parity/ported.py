@@ -33,6 +33,7 @@ from parity.cases.recipe_case import moments_of
 from parity.optimizer import Optimizer
 from parity.report import Result, waiting
 from parity.report.page_case import page_case
+from parity.report.terminal import divergence
 from parity.report.verdict_page import write_page
 from parity.run import examine
 from parity.settings import settings_of
@@ -64,7 +65,7 @@ def prove(result: Ported, folder: Path, name: str) -> Proof:
     case = ported_case(result, folder, name)
     with waiting(Console(stderr=True), name):
         examination = examine(case, "fp64")
-        if not examination.verdict.passed and not result.turns:  # `locate` reads one program
+        if not examination.verdict.passed:
             examination = examine(case, "fp64", locate=True)
     found = examination.verdict
     results = [Result(case, "fp64", settings_of(case), examination)]
@@ -82,7 +83,7 @@ def prove(result: Ported, folder: Path, name: str) -> Proof:
     lines = [f"{case.settings['steps']} updates in float64: {worst}        {answer}", *found.faults, *changed]
     lines += [line for one in results[1:] for line in _accuracy(one)]
     if found.first_divergence is not None:
-        lines.append(f"first at {found.first_divergence}")
+        lines += divergence(found.first_divergence).plain.splitlines()
     return Proof(passed, tuple(lines))
 
 
@@ -204,6 +205,12 @@ def _loss_of_turns(
     return loss
 
 
+def unhooked(optimizer: torch.optim.Optimizer) -> None:
+    """Update by an optimizer that is a part of another one, whose hooks have been called."""
+    step: Any = type(optimizer).step
+    step.__wrapped__(optimizer)
+
+
 class _InTurn(torch.optim.Optimizer):
     """Optimizers of which one steps in each update, with the recorded settings."""
 
@@ -219,7 +226,7 @@ class _InTurn(torch.optim.Optimizer):
         number, settings = self._order[self._count]
         for group, given in zip(self._optimizers[number].param_groups, settings, strict=True):
             group.update(given)
-        self._optimizers[number].step()
+        unhooked(self._optimizers[number])
         self._count += 1
 
 
@@ -316,8 +323,7 @@ class _Clipped(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         before = [None if p.grad is None else p.grad.clone() for p in parameters]
         getattr(torch.nn.utils, self._clip.function)(parameters, self._clip.bound, **self._clip.options)
-        step: Any = type(self._optimizer).step
-        step.__wrapped__(self._optimizer)  # without its hooks, which are those of this step
+        unhooked(self._optimizer)
         for p, grad in zip(parameters, before, strict=True):
             p.grad = grad
 

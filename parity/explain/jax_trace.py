@@ -95,8 +95,7 @@ def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[T
         params, model_state = jax_side.from_torch(case, weights)
         fresh = step.init(params, model_state=jax_side.arrays(model_state, "fp64"), seed=seed)
         batches = [jax_side.arrays(batch, "fp64") for batch in case.batches(seed, steps)]
-        closed, shapes = jax.make_jaxpr(step.pure, return_shape=True)(fresh, batches[0])
-        compute = _program(closed, jax.tree.leaves((fresh, batches[0])))
+        programs: dict[str, tuple[ClosedJaxpr, Any, Any]] = {}  # by the names and the shapes of a batch
 
         recorder = _Recorder(_stacked_shapes(case, fresh.params))
         of_traced: dict[str, Any] = {"array": lambda x: _traced(x).value, "index": _Traced.layer, op.STACK: _stacked}
@@ -107,6 +106,10 @@ def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[T
         )
         done = []
         for batch in batches:
+            key = _shapes(batch)
+            if key not in programs:
+                programs[key] = _traced_step(step, fresh, batch)
+            closed, shapes, compute = programs[key]
             started = len(recorder.trace.values)
             inputs = jax.tree.leaves((state, jax.tree.map(recorder.add_batch, batch)))
             if compute is not None:
@@ -122,6 +125,16 @@ def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[T
             after = _union(x.all for x in jax.tree.leaves(state))
             done.append(End(loss, after, forward, parameters, _fingerprints(case, recorder.gradients)))
     return recorder.trace, done
+
+
+def _shapes(batch: Any) -> str:
+    return str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
+
+
+def _traced_step(step: Any, state: Any, batch: Any) -> tuple[ClosedJaxpr, Any, Any]:
+    """Return the program of a step for batches of these shapes, those of its results, and what `_program` returns."""
+    closed, shapes = jax.make_jaxpr(step.pure, return_shape=True)(state, batch)
+    return closed, shapes, _program(closed, jax.tree.leaves((state, batch)))
 
 
 def _with_named_gradients(loss_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -69,6 +69,15 @@ def test_a_bug_in_the_written_turns_is_noticed(written, old: str, new: str) -> N
         assert not prove(result, folder, "duel").passed
 
 
+def test_a_bug_in_the_model_of_a_turn_is_located(written) -> None:
+    result, folder = written
+    with changed(folder / "model.py", "jnp.tanh(", "1.01 * jnp.tanh("):
+        lines = prove(result, folder, "duel").lines
+    (line,) = [line for line in lines if "in JAX" in line]
+    assert "model.py:" in line
+    assert "1.01 * jnp.tanh(" in line
+
+
 def test_random_numbers_that_two_updates_share_are_refused(tmp_path: Path) -> None:
     path = duel(tmp_path, 0)
     text = path.read_text()
