@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-_SMALL = "--batch_size 8 --img_size 16 --n_epochs 3"
 _GAN = "PyTorch-GAN/implementations"
 
 
@@ -42,22 +41,20 @@ SCRIPTS = {
     "mnist_hogwild": Script("examples/mnist_hogwild/main.py", "--epochs 3 --num-processes 1"),
     "regression": Script("examples/regression/main.py"),
     "siamese_network": Script("examples/siamese_network/main.py", "--epochs 3 --batch-size 4"),
-    "dcgan": Script("examples/dcgan/main.py", "--dataset fake --batchSize 8 --ngf 8 --ndf 8 --niter 3"),
+    "examples_dcgan": Script("examples/dcgan/main.py", "--dataset fake --batchSize 8 --ngf 8 --ndf 8 --niter 3"),
     "word_language_model": Script(
         "examples/word_language_model/main.py",
         "--use-optimizer --model LSTM --emsize 16 --nhid 16 --batch_size 4 --bptt 6 --epochs 3",
     ),
     **{
-        name: Script(
-            f"{_GAN}/{name}/{name}.py", _SMALL if name not in ("dcgan", "acgan") else _SMALL.replace("16", "32")
-        )
-        for name in (
-            *("gan", "lsgan", "cgan", "relativistic_gan", "wgan", "wgan_gp", "wgan_div", "dragan", "bgan", "began"),
-            *("softmax_gan", "infogan", "aae", "ebgan", "cogan", "sgan", "acgan", "cluster_gan"),
-        )
+        name: Script(f"{_GAN}/{name}/{name}.py", f"--batch_size 8 --n_epochs 3 --img_size {size}")
+        for size, names in {
+            16: "gan lsgan cgan relativistic_gan wgan_gp infogan aae ebgan sgan",
+            28: "wgan wgan_div bgan softmax_gan cluster_gan",
+            32: "acgan dragan began dcgan pixelda",
+        }.items()
+        for name in names.split()
     },
-    "gan_dcgan": Script(f"{_GAN}/dcgan/dcgan.py", _SMALL.replace("16", "32")),
-    "gan_pixelda": Script(f"{_GAN}/pixelda/pixelda.py", _SMALL.replace("16", "32")),
     **{
         f"tutorial_{name}": Script(f"pytorch-tutorial/tutorials/{path}/main.py")
         for name, path in {
