@@ -1,0 +1,158 @@
+"""PyTorch's side: the source file as a case, which the harness trains in every precision."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from jaxtrain import Loss
+from jaxtrain.errors import UserError
+from jaxtrain.interop import NameTable, TorchParam
+from parity.case import Batch, Case
+from parity.optimizer import Optimizer
+from parity.record import Tensors
+from parity.sides.torch_side import seeded_model
+from parity.verify.contract import Source
+
+
+@dataclass(frozen=True)
+class SourceCase(Case):
+    """The source file as a case. Its JAX side has PyTorch's names, and no program.
+
+    Attributes:
+      source: The source file.
+      required: Names that `weights` of a port must return: the parameters, and the buffers that training changes.
+      unseen: Names of floating buffers that training changes and that are no part of the `state_dict`.
+      rate: Factor of the learning rate of every update.
+    """
+
+    source: Source | None = None
+    required: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+    rate: float = 1.0
+
+    def torch_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """Return the source's optimizer of a model."""
+        assert self.source is not None
+        made = self.source.optimizer(model)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise _wrong(self.source, "optimizer", f"returned {type(made).__name__}: return a torch.optim.Optimizer")
+        if self.rate != 1:
+            _scale_rates(made, self.rate)
+        return made
+
+
+def source_case(source: Source, seed: int) -> SourceCase:
+    """Return the case of a source file.
+
+    Args:
+      source: The file.
+      seed: Seed of the weights and the batch on which it is called once.
+
+    Raises:
+      UserError: A function returns something else than the contract says.
+    """
+    model, batch = _model(source, seed), _batch(source, seed)
+    before = {name: x.clone() for name, x in model.named_buffers()}
+    given = {name: torch.from_numpy(np.asarray(x, order="C")) for name, x in batch.items()}
+    loss = source.loss(model, {name: x.float() if x.is_floating_point() else x for name, x in given.items()})
+    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
+        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise _wrong(source, "loss", f"returned {found}: return a scalar tensor that depends on the parameters")
+    params = {name: _like(p) for name, p in model.named_parameters()}
+    saved = model.state_dict()
+    changing = {name: _like(x) for name, x in model.named_buffers() if _changed(before[name], x)}
+    buffers = {name: like for name, like in changing.items() if name in saved}
+    return SourceCase(
+        name=source.file.name,
+        torch_model=partial(_module, source),
+        torch_loss=lambda model, batch: (source.loss(model, batch), 1),
+        loss_fn=_no_program,
+        params_like=params,
+        names=_as_named(params),
+        batch=lambda seed, rows: _batch(source, seed, rows),
+        rows=len(next(iter(batch.values()))),
+        optimizer=Optimizer(source.file.name, _no_program, _no_program, scheduler=source.scheduler),
+        clip_norm=source.clip_norm,
+        state_like=buffers or None,
+        buffers=_as_named(buffers) if buffers else None,
+        source=source,
+        required=(*params, *buffers),
+        unseen=tuple(changing.keys() - buffers.keys()),
+    )
+
+
+def state_dict(case: Case, seed: int) -> Tensors:
+    """Return all tensors of the model that is drawn from a seed, which a port begins with."""
+    with seeded_model(case, seed) as model:
+        return {name: x.detach().numpy().copy() for name, x in model.state_dict().items()}
+
+
+def _scale_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Multiply the learning rates in each update, whatever a scheduler sets in between."""
+    own: list[Any] = []
+
+    def scale(*_: Any) -> None:
+        own[:] = [group["lr"] for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, own, strict=True):
+            group["lr"] = factor * rate
+
+    def restore(*_: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, own, strict=True):
+            group["lr"] = rate
+
+    optimizer.register_step_pre_hook(scale)
+    optimizer.register_step_post_hook(restore)
+
+
+def _module(source: Source) -> torch.nn.Module:
+    made = source.model()
+    if not isinstance(made, torch.nn.Module):
+        raise _wrong(source, "model", f"returned {type(made).__name__}: return a torch.nn.Module")
+    return made
+
+
+def _model(source: Source, seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return _module(source).train()
+
+
+def _batch(source: Source, seed: int, rows: int | None = None) -> Batch:
+    batch = source.batch(seed)
+    if not isinstance(batch, Mapping) or not batch:
+        raise _wrong(source, "batch", f"returned {type(batch).__name__}: return arrays by name")
+    for name, x in batch.items():
+        if not isinstance(x, np.ndarray) or not x.ndim:
+            raise _wrong(source, "batch", f"returned {name!r} as {type(x).__name__}: return an array of rows")
+        rows = len(x) if rows is None else rows
+        if len(x) != rows or not rows:
+            raise _wrong(
+                source, "batch", f"returned {len(x)} rows of {name!r} and {rows} elsewhere: return equal numbers"
+            )
+    return batch
+
+
+def _wrong(source: Source, key: str, what: str) -> UserError:
+    function: Any = getattr(source, key)
+    return UserError(f"{getattr(function, '__name__', key)} in {source.file}, the contract's {key}, {what}")
+
+
+def _changed(before: torch.Tensor, after: torch.Tensor) -> bool:
+    return after.is_floating_point() and not torch.equal(before, after)
+
+
+def _like(x: torch.Tensor) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), np.float32), tuple(x.shape))
+
+
+def _as_named(tensors: Mapping[str, Any]) -> NameTable:
+    return NameTable({name: TorchParam(name) for name in tensors})
+
+
+def _no_program(params: Any, batch: Any, rng: Any, *state: Any) -> Any:
+    """The place of the JAX loss of a case, which draws no dropout masks: a port is a step as a whole."""
+    return Loss(np.zeros(()), 1), {}, *state
