@@ -154,6 +154,7 @@ def _init_in_float64(init: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def exactly(x: jax.Array) -> jax.Array:
+    """Return a float32 array in float64, a scalar as it was written (`written_number`); others unchanged."""
     if x.dtype != np.float32:
         return x
     return jnp.float64(written_number(x.item())) if x.ndim == 0 else x.astype(np.float64)

@@ -1,11 +1,11 @@
 """The third stage: long runs in float32 from several seeds, beside the noise of PyTorch's own float32.
 
-The rule. For each seed, PyTorch trains in float64, the truth, and in float32: as it is, over permuted rows, from weights
-one ulp off, and with a bias correction in float32 (`parity.verify.noise`). The curves of the losses are means over windows of updates. The distance of a run is the root mean
-square difference of its curve from the truth's, and JAX's may be at most twice that of the farthest of PyTorch's
-float32 runs, as the median of the seeds. Where rounding is amplified, PyTorch's runs are as far apart as JAX's, and what
-is within their distance cannot be told from rounding; where it is not, a schedule that ends at another update, a counter
-that overflows or a running average that drifts is thousands of times as far.
+The rule. For each seed, PyTorch trains in float64, the truth, and in float32: as it is, over permuted rows, from
+weights one ulp off, and with a bias correction in float32 (`parity.verify.noise`). The curves of the losses are means
+over windows of updates. The distance of a run is the root mean square difference of its curve from the truth's, and
+JAX's may be at most twice that of the farthest of PyTorch's float32 runs, as the median of the seeds. Where rounding is
+amplified, PyTorch's runs are as far apart as JAX's, and what is within their distance cannot be told from rounding;
+where it is not, a schedule that ends at another update or a running average that drifts is many times as far.
 """
 
 import numpy as np

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from jaxtrain.cli import nearest
 from jaxtrain.errors import UserError, reason
@@ -148,10 +148,11 @@ def _function(module: ModuleType, file: Path, key: str, name: str, arguments: tu
         raise UserError(f"{name} in {file} is {type(found).__name__}, the contract's {key}: name a function")
     try:
         inspect.signature(found).bind(*arguments)
+    except ValueError:  # a builtin, which has no signature
+        return cast(Callable[..., Any], found)
     except TypeError as error:
         raise UserError(
             f"{name} in {file} cannot be called as {name}({', '.join(arguments)}), {error}: name a function of these "
             f"arguments as {key}"
         ) from error
-    function: Callable[..., Any] = found
-    return function
+    return cast(Callable[..., Any], found)

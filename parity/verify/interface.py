@@ -1,20 +1,21 @@
 """The first stage: a port takes the source's tensors, returns them, and makes a step without side effects."""
 
-import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.paths import path_name
 from parity.progress import report
 from parity.record import Tensors
-from parity.sides.jax_lines import is_of_user
-from parity.sides.jax_side import arrays
-from parity.source import source_line
+from parity.sides.jax_side import exactly
 from parity.verify.contract import Target
 from parity.verify.difference import Difference, Held
+from parity.verify.port_program import port_batch
+from parity.verify.raised import raised_by_user
 from parity.verify.source_case import SourceCase, state_dict
 
 STAGE = "interface"
@@ -46,13 +47,17 @@ def interface(case: SourceCase, target: Target, seed: int) -> Difference | Held:
         _check_arrays(state)
         _check_weights(case, weights, _called(target, "weights", state))
         report("interface: a step twice from one state")
-        batch, other = (arrays(of_update, "fp32") for of_update in case.batches(seed, 2))
+        batch, other = (port_batch(of_update, "fp32") for of_update in case.batches(seed, 2))
         _check_step(target, state, batch, other)
         report("interface: the step under jit")
         for _ in range(2):  # what it left behind in the first trace shows in the second
             _called(target, "step", state, batch, how=" under jit", call=lambda step: jax.jit(step).trace)
         if target.gradients is not None:
-            _check_names(case.params_like, _called(target, "gradients", state, batch), "gradients")
+            traced = _called(
+                target, "gradients", state, batch, how=" under jit", call=lambda f: partial(jax.eval_shape, f)
+            )
+            _check_names(case.params_like, traced, "gradients")
+        _check_conversions(case, target, state)
     except _Fault as fault:
         return fault.difference
     names = f"{len(case.required)} tensors to the bit, step repeatable and traceable"
@@ -66,12 +71,10 @@ def _called(
     try:
         return call(getattr(target, key))(*args)
     except Exception as error:  # whatever somebody else's code raises
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_of_user(frame.filename)]
-        if not frames:
+        raised = raised_by_user(error)
+        if raised is None:
             raise
-        first = str(error).strip().partition("\n")[0]
-        line = source_line(frames[-1].filename, frames[-1].lineno or 0)
-        raise _Fault(f"{key}{how} raises {type(error).__name__}: {first}", line=line) from error
+        raise _Fault(f"{key}{how} raises {raised.what}", line=raised.line) from error
 
 
 def _check_arrays(state: Any) -> None:
@@ -114,11 +117,20 @@ def _check_weights(case: SourceCase, weights: Tensors, returned: Any) -> None:
         raise _Fault(f"weights(init(w)) returns other values of {name}{instead}", name)
 
 
+def _check_conversions(case: SourceCase, target: Target, state: Any) -> None:
+    """Refuse a `weights` that converts: it would round the tensors of a state in float64."""
+    with jax.enable_x64(True):
+        returned = _called(target, "weights", jax.tree.map(lambda x: exactly(jnp.asarray(x)), state))
+        for name in case.required:
+            if (dtype := np.asarray(returned[name]).dtype) == np.float32:
+                raise _Fault(f"weights converts {name} to {dtype}: return the arrays of the state as they are", name)
+
+
 def _check_step(target: Target, state: Any, batch: Any, other: Any) -> None:
     given = _copy(state)
     first = _called(target, "step", given, _copy(batch))
     if not isinstance(first, tuple) or len(first) != 2:
-        raise _Fault(f"step returns {type(first).__name__}: return (state, loss)")
+        raise _Fault(f"step returns {type(first).__name__}, not (state, loss): return two values")
     after, loss = first
     if not isinstance(loss, jax.Array | np.ndarray | np.generic | float) or np.shape(loss) != ():
         raise _Fault(

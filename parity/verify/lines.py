@@ -12,19 +12,20 @@ from jaxtrain.program import equations
 from jaxtrain.program import operations as op
 from parity.compare.fingerprint import Fingerprint, Trace, apart, fingerprint
 from parity.explain.jax_trace import End, Equation, Evaluation
-from parity.explain.locate import first_difference
-from parity.explain.torch_trace import torch_trace
+from parity.explain.locate import STEPS, first_difference
+from parity.explain.torch_trace import module_lines, torch_trace
 from parity.oracle.in_jax import in_float64
 from parity.sides.jax_lines import line_of
-from parity.sides.jax_side import arrays
 from parity.source import source_line
 from parity.verify.contract import Target
 from parity.verify.difference import Difference
-from parity.verify.port_program import PortProgram
+from parity.verify.port_program import PortProgram, port_batch
 from parity.verify.source_case import SourceCase, state_dict
 
 TRACED = 12
 """Updates up to which both programs are traced: a difference that shows later is not located."""
+SMALL = 100_000
+"""Number of parameters up to which so many are traced; of a larger model two, since every value is kept."""
 LOW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 
@@ -34,7 +35,8 @@ def located(found: Difference, case: SourceCase, target: Target, seed: int) -> D
     Every value of both programs is compared by its numbers, from the first operation of the loss to the last of the
     optimizer (`parity.explain.locate`).
     """
-    if found.update is None or found.update > TRACED:
+    is_small = sum(x.size for x in case.params_like.values()) <= SMALL
+    if found.update is None or found.update > (TRACED if is_small else STEPS):
         return found
     masks: list[list[np.ndarray]] = [[] for _ in range(found.update)]
     theirs, their_ends = torch_trace(case, steps=found.update, seed=seed, masks=masks)
@@ -51,6 +53,16 @@ def located(found: Difference, case: SourceCase, target: Target, seed: int) -> D
     )
 
 
+def with_owner(found: Difference, case: SourceCase) -> Difference:
+    """Return a difference without a line of the source with the line that constructs the module of its tensor."""
+    if found.source_line or found.tensor not in case.required:
+        return found
+    lines, path = module_lines(case.torch_model), found.tensor or ""
+    while path and path not in lines:
+        path = path.rpartition(".")[0]
+    return replace(found, source_line=lines.get(path, ""))
+
+
 def _port_trace(
     case: SourceCase, target: Target, gradients: list[Mapping[str, Fingerprint]], seed: int
 ) -> tuple[Trace[Equation], list[End]]:
@@ -60,7 +72,7 @@ def _port_trace(
     """
     with jax.enable_x64(True):
         state = PortProgram(target, "fp64").first_state(case, seed)
-        batches = [arrays(batch, "fp64") for batch in case.batches(seed, len(gradients))]
+        batches = [port_batch(batch, "fp64") for batch in case.batches(seed, len(gradients))]
         evaluation = Evaluation(in_float64(target.step), state, batches[0])
         weights = [fingerprint(x) for x in state_dict(case, seed).values() if np.issubdtype(x.dtype, np.floating)]
         traced = jax.tree.map(lambda x: evaluation.weight(x) if _is_one_of(x, weights) else x, state)
@@ -85,7 +97,7 @@ def _is_one_of(x: Any, weights: list[Fingerprint]) -> bool:
 
 def lossy_line(case: SourceCase, target: Target, seed: int) -> str:
     """Return the first line of a port that converts to bfloat16 or float16; empty if none does."""
-    batch = arrays(next(case.batches(seed, 1)), "fp32")
+    batch = port_batch(next(case.batches(seed, 1)), "fp32")
     closed = jax.make_jaxpr(target.step)(PortProgram(target, "fp32").first_state(case, seed), batch)
     for eqn in equations.visit(closed.jaxpr):
         if op.of(eqn) == op.CONVERT_ELEMENT_TYPE and equations.dtype(eqn) in LOW and (line := line_of(eqn)):

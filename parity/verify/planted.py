@@ -23,10 +23,9 @@ from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64
 from parity.progress import report
 from parity.sides.jax_lines import line_of
-from parity.sides.jax_side import arrays
 from parity.source import source_line
 from parity.verify.contract import Target
-from parity.verify.port_program import PortProgram
+from parity.verify.port_program import PortProgram, port_batch
 from parity.verify.source_case import SourceCase
 from parity.verify.updates import Update, over_bars, torch_updates
 
@@ -75,7 +74,7 @@ def planted(case: SourceCase, target: Target, seed: int) -> Planted:
     program = PortProgram(target, "fp64")
     with jax.enable_x64(True):
         state = program.first_state(case, seed)
-        batches = [arrays(batch, "fp64") for batch in case.batches(seed, UPDATES)]
+        batches = [port_batch(batch, "fp64") for batch in case.batches(seed, UPDATES)]
         buggy = _Buggy(target.step, state, batches[0], np.random.default_rng(seed))
         report("planted bugs: JAX compiles")
         right = [*_updates(case, program, partial(buggy.step, which=-1), state, batches)]
@@ -191,14 +190,14 @@ def _wrong_results(eqn: JaxprEqn) -> Iterator[_Wrong]:
         yield "select with its condition always met", lambda args: args[2]
     if name == op.INTEGER_POW:
         yield "one power more", lambda args: rewrite.bind(eqn, args)[0] * args[0]
-    if name in (op.REDUCE_SUM, op.REDUCE_MAX) and len(set(shapes[0])) == 1 and len(shapes[0]) == 2:
-        if len(equations.axes(eqn)) == 1:
-            yield f"{name} over the other axis", lambda args: rewrite.bind(eqn, [args[0].T])[0]
+    is_square = len(shapes[0]) == 2 and len(set(shapes[0])) == 1 if shapes else False
+    if name in (op.REDUCE_SUM, op.REDUCE_MAX) and is_square and len(equations.axes(eqn)) == 1:
+        yield f"{name} over the other axis", lambda args: rewrite.bind(eqn, [args[0].T])[0]
     if name == op.REDUCE_SUM and np.prod(shapes[0]) > result.size > 0:
         yield f"mean for {name}", lambda args: rewrite.bind(eqn, args)[0] * (result.size / max(args[0].size, 1))
     if name == op.DOT_GENERAL and len(shapes[1]) == 2 and shapes[1][0] == shapes[1][1]:
         yield "second matrix transposed", lambda args: rewrite.bind(eqn, [args[0], args[1].T])[0]
-    if name == op.TRANSPOSE and len(set(shapes[0])) == 1:
+    if name == op.TRANSPOSE and is_square:
         yield "transpose left out", lambda args: args[0]
 
 

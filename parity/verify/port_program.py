@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
-from parity.case import Case
+from parity.case import Batch, Case
 from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64, rounding_errors
 from parity.progress import report
@@ -17,6 +17,7 @@ from parity.record import Record, Snapshot, Tensors
 from parity.sides import torch_side
 from parity.sides.jax_side import arrays, exactly
 from parity.verify.contract import Target
+from parity.verify.raised import raised_by_user
 from parity.verify.source_case import state_dict
 
 Watch = Callable[[float, Snapshot], None]
@@ -57,9 +58,14 @@ class PortProgram:
         try:
             with jax.enable_x64(True):
                 state = self.first_state(case, seed)
-                jax.eval_shape(in_float64(self._given), state, arrays(next(case.batches(seed, 1)), "fp64"))
+                jax.eval_shape(in_float64(self._given), state, port_batch(next(case.batches(seed, 1)), "fp64"))
         except UserError as error:
             return str(error)
+        except Exception as error:  # of a step that is not written for float64
+            raised = raised_by_user(error)
+            if raised is None:
+                raise
+            return f"{raised.line} raises {raised.what}"
         return None
 
     def run(
@@ -91,7 +97,7 @@ class PortProgram:
             state, losses, first = self.first_state(case, seed), [], None
             errors = [rounding_errors(nudge)] if self._is_exact else []
             for number, batch in enumerate(case.batches(seed, steps), start=1):
-                given = arrays(batch, self.precision)
+                given = port_batch(batch, self.precision)
                 if first is None:
                     grads = self._gradients(case, state, given, seed)
                 else:
@@ -119,6 +125,13 @@ class PortProgram:
         function = self.target.gradients
         found = _read((in_float64(function) if self._is_exact else function)(state, batch))
         return {name: found[name] for name in case.params_like}
+
+
+def port_batch(batch: Batch, precision: str) -> dict[str, jax.Array]:
+    """Return a batch as a port is given it: floating arrays in the precision, integers in at most 32 bits, as JAX has
+    them by default, and others, such as masks, as they are."""
+    wide = {name: x for name, x in batch.items() if x.dtype.kind in "fc" or x.dtype.itemsize > 4}
+    return {name: jnp.asarray(x) for name, x in batch.items()} | arrays(wide, precision)
 
 
 def _exactly(weights: Tensors, x: Any) -> jax.Array:

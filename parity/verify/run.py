@@ -9,6 +9,7 @@ from parity.verify.behaviour import behaviour
 from parity.verify.contract import read_contract
 from parity.verify.difference import Difference
 from parity.verify.interface import interface
+from parity.verify.lines import with_owner
 from parity.verify.numbers_stage import numbers
 from parity.verify.planted import planted
 from parity.verify.source_case import source_case
@@ -42,7 +43,8 @@ def verify(source: Path, target: Path, contract: Path, seed: int | None = None) 
         for name, stage in {"interface": interface, "numbers": numbers, "behaviour": behaviour}.items():
             found = stage(case, ours, seed)
             if isinstance(found, Difference):
-                return PortVerdict(source, target, seed, verdict.held, found)
+                return PortVerdict(source, target, seed, verdict.held, with_owner(found, case))
             verdict.held[name] = found
-        bugs = planted(case, ours, seed) if "loss" in verdict.held["numbers"].figures else None
+        is_exact = "loss" in verdict.held["numbers"].figures
+        bugs = planted(case, ours, seed) if is_exact else None
     return PortVerdict(source, target, seed, verdict.held, None, bugs)

@@ -1,9 +1,8 @@
 """PyTorch's side: the source file as a case, which the harness trains in every precision."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from jaxtrain.interop import NameTable, TorchParam
 from parity.case import Batch, Case
 from parity.optimizer import Optimizer
 from parity.record import Tensors
+from parity.sides.nonfinite_loss import cause_of_nonfinite
 from parity.sides.torch_side import seeded_model
 from parity.verify.contract import Source
 
@@ -56,13 +56,20 @@ def source_case(source: Source, seed: int) -> SourceCase:
     Raises:
       UserError: A function returns something else than the contract says.
     """
-    model, batch = _model(source, seed), _batch(source, seed)
+    model, batch, again = _model(source, seed), _batch(source, seed), _batch(source, seed)
+    for name, x in batch.items():
+        if not np.array_equal(x, again.get(name), equal_nan=x.dtype.kind in "fc"):
+            raise _wrong(
+                source, "batch", f"returned two arrays {name!r} for one seed: draw from a generator of the seed"
+            )
     before = {name: x.clone() for name, x in model.named_buffers()}
     given = {name: torch.from_numpy(np.asarray(x, order="C")) for name, x in batch.items()}
     loss = source.loss(model, {name: x.float() if x.is_floating_point() else x for name, x in given.items()})
     if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
         found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise _wrong(source, "loss", f"returned {found}: return a scalar tensor that depends on the parameters")
+    if not torch.isfinite(loss):
+        raise _wrong(source, "loss", f"returned {loss.item()}: {cause_of_nonfinite(batch)}")
     params = {name: _like(p) for name, p in model.named_parameters()}
     saved = model.state_dict()
     changing = {name: _like(x) for name, x in model.named_buffers() if _changed(before[name], x)}

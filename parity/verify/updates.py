@@ -64,6 +64,8 @@ def over_bars(ours: Update, theirs: Update, number: int, has_gradients: bool) ->
 
 
 def _apart(our: float, their: float) -> float:
+    if our == their:
+        return 0.0
     return abs(our - their) / abs(their) if math.isfinite(our) and their else math.inf
 
 
