@@ -61,7 +61,7 @@ def interface(case: SourceCase, target: Target, seed: int) -> Difference | Held:
     except _Fault as fault:
         return fault.difference
     names = f"{len(case.required)} tensors to the bit, step repeatable and traceable"
-    return Held(names, notes=tuple(f"{name} is not compared: it is not in the state_dict" for name in case.unseen))
+    return Held(names, notes=case.notes)
 
 
 def _called(

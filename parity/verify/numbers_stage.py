@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from parity.bars import RATIO_BAR
 from parity.compare.examination import Examination
 from parity.compare.float64 import compare
 from parity.compare.low_precision import repeated
@@ -31,29 +32,41 @@ def numbers(case: SourceCase, target: Target, seed: int) -> Difference | Held:
       The first difference, or what holds. A step that cannot be computed in float64 is compared in float32 alone, with
       a note.
     """
-    settings = Settings(steps=UPDATES, seed=seed)
-    program = PortProgram(target, "fp64")
-    refusal = program.refusal(case, seed)
-    figures, notes = dict[str, float](), list[str]()
-    if refusal is None:
-        candidates, examination = compare(case, program, settings)
-        if not examination.verdict.passed:
-            return _first(candidates[-1], target, program, examination, seed)
-        verdict = examination.verdict
-        figures |= {"loss": verdict.loss_rel, "parameters": verdict.param_rel_max}
-        notes += examination.notes
-    else:
-        notes.append(f"not compared in float64, and no bugs planted: {refusal}")
+    exact = _in_float64(case, target, seed)
+    if isinstance(exact, Difference):
+        return exact
+    rounded = _in_float32(case, target, seed, is_exact=bool(exact.figures))
+    if isinstance(rounded, Difference):
+        return rounded
+    notes = [*exact.notes, *rounded.notes]
     if target.gradients is None:
         notes.append("first gradients are compared by the parameters after update 1: the contract names no gradients")
-    low = repeated(case, PortProgram(target, "fp32"), settings, partial(reference, case))
+    what = "; ".join(filter(None, [exact.what, rounded.what]))
+    return Held(f"{UPDATES} updates in {what}", exact.figures | rounded.figures, tuple(notes))
+
+
+def _in_float64(case: SourceCase, target: Target, seed: int) -> Difference | Held:
+    program = PortProgram(target, "fp64")
+    refusal = program.refusal(case, seed)
+    if refusal is not None:
+        return Held("", notes=(f"not compared in float64, and no bugs planted: {refusal}",))
+    candidates, examination = compare(case, program, Settings(steps=UPDATES, seed=seed))
+    verdict = examination.verdict
+    if not verdict.passed:
+        return _first(candidates[-1], target, program, examination, seed)
+    figures = {"losses": verdict.loss_rel, "parameters": verdict.param_rel_max}
+    what = ", ".join(f"{name} {x:.0e}" for name, x in figures.items())
+    return Held(f"float64: {what}", figures, examination.notes)
+
+
+def _in_float32(case: SourceCase, target: Target, seed: int, is_exact: bool) -> Difference | Held:
+    program, settings = PortProgram(target, "fp32"), Settings(steps=UPDATES, seed=seed)
+    low = repeated(case, program, settings, partial(reference, case))
+    ratio = low.verdict.error_ratio
+    assert ratio is not None
     if not low.verdict.passed:
-        return _imprecise(target, case, low, seed)
-    assert low.verdict.error_ratio is not None
-    figures["float32"] = low.verdict.error_ratio
-    exact = "" if refusal else f"float64: losses {figures['loss']:.0e}, parameters {figures['parameters']:.0e}; "
-    what = f"{UPDATES} updates in {exact}float32: {figures['float32']:.2f} times PyTorch's own distance from float64"
-    return Held(what, figures, tuple(notes))
+        return _imprecise(case, target, low, seed, is_exact)
+    return Held(f"float32: {ratio:.2f} times PyTorch's own distance from float64", {"float32": ratio})
 
 
 def _first(case: SourceCase, target: Target, program: PortProgram, examination: Examination, seed: int) -> Difference:
@@ -66,15 +79,17 @@ def _first(case: SourceCase, target: Target, program: PortProgram, examination: 
     return Difference(STAGE, examination.verdict.faults[0])  # of a value that is judged beside its noise alone
 
 
-def _imprecise(target: Target, case: SourceCase, low: Examination, seed: int) -> Difference:
+def _imprecise(case: SourceCase, target: Target, low: Examination, seed: int, is_exact: bool) -> Difference:
+    """What is over its bar in float32: losses, gradients, parameters or buffers as a whole, or one tensor."""
     fault = low.verdict.faults[0]
     tensor, worst = fault.partition(":")[0], low.verdict.worst_tensor
-    ratio = low.verdict.error_ratio if worst is None or worst.ratio <= worst.bar else worst.ratio
+    is_one = worst is not None and tensor == worst.what
     return Difference(
         STAGE,
-        f"in float32 {fault}; its values in float64 are PyTorch's",
+        f"in float32 {fault}" + "; its values in float64 are PyTorch's" * is_exact,
         tensor,
         (tensor,),
-        distance=ratio,
+        distance=worst.ratio if worst is not None and is_one else low.verdict.error_ratio,
+        bar=worst.bar if worst is not None and is_one else RATIO_BAR,
         target_line=lossy_line(case, target, seed),
     )

@@ -27,7 +27,7 @@ from parity.source import source_line
 from parity.verify.contract import Target
 from parity.verify.port_program import PortProgram, port_batch
 from parity.verify.source_case import SourceCase
-from parity.verify.updates import Update, over_bars, torch_updates
+from parity.verify.updates import Update, over_bars
 
 MOST = 40
 """Bugs that are planted: those of a larger program are drawn at random."""
@@ -59,18 +59,16 @@ class Planted:
 
 
 def planted(case: SourceCase, target: Target, seed: int) -> Planted:
-    """Plant bugs in the step of a port, and compare each with the source in float64.
+    """Plant bugs in the step of a port that holds, and compare each in float64 with the step as it is.
 
     Args:
       case: The source.
-      target: The port, which holds.
+      target: The port.
       seed: Seed of weights and data, and of the choice of bugs.
 
     Returns:
       How many bugs were noticed.
     """
-    report("planted bugs: PyTorch")
-    theirs = torch_updates(case, UPDATES, seed)
     program = PortProgram(target, "fp64")
     with jax.enable_x64(True):
         state = program.first_state(case, seed)
@@ -82,7 +80,7 @@ def planted(case: SourceCase, target: Target, seed: int) -> Planted:
         for number, bug in enumerate(buggy.bugs):
             report(f"planted bugs: JAX, update {number + 1} of {len(buggy.bugs)}")
             ours = _updates(case, program, partial(buggy.step, which=number), state, batches)
-            seen, noticed = _until_noticed(ours, theirs)
+            seen, noticed = _until_noticed(ours, right)
             if not noticed:
                 unnoticed.append(bug + f" (changes nothing in {UPDATES} updates)" * all(map(_same, seen, right)))
     return Planted(len(buggy.bugs), tuple(unnoticed))
@@ -96,12 +94,12 @@ def _updates(
         yield Update(float(loss), {}, program.snapshot(case, state))
 
 
-def _until_noticed(ours: Iterator[Update], theirs: Sequence[Update]) -> tuple[list[Update], bool]:
+def _until_noticed(wrong: Iterator[Update], right: Sequence[Update]) -> tuple[list[Update], bool]:
     """Return the updates up to the first that differs, and whether one does."""
     seen = []
-    for number, (our, their) in enumerate(zip(ours, theirs, strict=True), start=1):
-        seen.append(our)
-        if next(over_bars(our, their, number, has_gradients=False), None) is not None:
+    for number, (ours, expected) in enumerate(zip(wrong, right, strict=True), start=1):
+        seen.append(ours)
+        if next(over_bars(ours, expected, number, has_gradients=False), None) is not None:
             return seen, True
     return seen, False
 

@@ -45,6 +45,6 @@ def verify(source: Path, target: Path, contract: Path, seed: int | None = None) 
             if isinstance(found, Difference):
                 return PortVerdict(source, target, seed, verdict.held, with_owner(found, case))
             verdict.held[name] = found
-        is_exact = "loss" in verdict.held["numbers"].figures
+        is_exact = "losses" in verdict.held["numbers"].figures
         bugs = planted(case, ours, seed) if is_exact else None
     return PortVerdict(source, target, seed, verdict.held, None, bugs)

@@ -15,7 +15,8 @@ from parity.case import Batch, Case
 from parity.optimizer import Optimizer
 from parity.record import Tensors
 from parity.sides.nonfinite_loss import cause_of_nonfinite
-from parity.sides.torch_side import seeded_model
+from parity.sides.randomness import Draws
+from parity.sides.torch_side import seeded_model, tensor
 from parity.verify.contract import Source
 
 
@@ -26,13 +27,13 @@ class SourceCase(Case):
     Attributes:
       source: The source file.
       required: Names that `weights` of a port must return: the parameters, and the buffers that training changes.
-      unseen: Names of floating buffers that training changes and that are no part of the `state_dict`.
+      notes: Lines on what is not compared, and on what a verdict rests on.
       rate: Factor of the learning rate of every update.
     """
 
     source: Source | None = None
     required: tuple[str, ...] = ()
-    unseen: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     rate: float = 1.0
 
     def torch_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -56,20 +57,13 @@ def source_case(source: Source, seed: int) -> SourceCase:
     Raises:
       UserError: A function returns something else than the contract says.
     """
-    model, batch, again = _model(source, seed), _batch(source, seed), _batch(source, seed)
-    for name, x in batch.items():
-        if not np.array_equal(x, again.get(name), equal_nan=x.dtype.kind in "fc"):
-            raise _wrong(
-                source, "batch", f"returned two arrays {name!r} for one seed: draw from a generator of the seed"
-            )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _module(source)
+    model, batch = model if model.training else model.train(), _batch(source, seed)
+    notes = _check_batches(source, batch, seed)
     before = {name: x.clone() for name, x in model.named_buffers()}
-    given = {name: torch.from_numpy(np.asarray(x, order="C")) for name, x in batch.items()}
-    loss = source.loss(model, {name: x.float() if x.is_floating_point() else x for name, x in given.items()})
-    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
-        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise _wrong(source, "loss", f"returned {found}: return a scalar tensor that depends on the parameters")
-    if not torch.isfinite(loss):
-        raise _wrong(source, "loss", f"returned {loss.item()}: {cause_of_nonfinite(batch)}")
+    _check_loss(source, model, batch)
     params = {name: _like(p) for name, p in model.named_parameters()}
     saved = model.state_dict()
     changing = {name: _like(x) for name, x in model.named_buffers() if _changed(before[name], x)}
@@ -89,8 +83,38 @@ def source_case(source: Source, seed: int) -> SourceCase:
         buffers=_as_named(buffers) if buffers else None,
         source=source,
         required=(*params, *buffers),
-        unseen=tuple(changing.keys() - buffers.keys()),
+        notes=(
+            *notes,
+            *(f"{name} is not compared: it is not in the state_dict" for name in changing if name not in saved),
+        ),
     )
+
+
+def _check_batches(source: Source, batch: Batch, seed: int) -> list[str]:
+    """Refuse batches that are others for the same seed; return a note if they are the same for another."""
+    again, other = _batch(source, seed), _batch(source, seed + 1)
+    for name in batch:
+        if not _equal(batch, again, name):
+            what = f"returned two arrays {name!r} for one seed: draw from a generator of the seed"
+            raise _wrong(source, "batch", what)
+    is_fixed = all(_equal(batch, other, name) for name in batch)
+    return ["the batch is the same for every seed: the author of a port could know it"] if is_fixed else []
+
+
+def _equal(one: Batch, other: Batch, name: str) -> bool:
+    return np.array_equal(one[name], other.get(name, ()), equal_nan=one[name].dtype.kind in "fc")
+
+
+def _check_loss(source: Source, model: torch.nn.Module, batch: Batch) -> None:
+    with Draws() as draws:
+        loss = source.loss(model, {name: tensor(x, "fp32") for name, x in batch.items()})
+    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
+        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise _wrong(source, "loss", f"returned {found}: return a scalar tensor that depends on the parameters")
+    if draws.drawn:
+        raise _wrong(source, "loss", "draws random numbers, as dropout does: set its rate to 0 in the model")
+    if not torch.isfinite(loss):
+        raise _wrong(source, "loss", f"returned {loss.item()}: {cause_of_nonfinite(batch)}")
 
 
 def state_dict(case: Case, seed: int) -> Tensors:
@@ -121,11 +145,6 @@ def _module(source: Source) -> torch.nn.Module:
     if not isinstance(made, torch.nn.Module):
         raise _wrong(source, "model", f"returned {type(made).__name__}: return a torch.nn.Module")
     return made
-
-
-def _model(source: Source, seed: int) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return _module(source).train()
 
 
 def _batch(source: Source, seed: int, rows: int | None = None) -> Batch:
