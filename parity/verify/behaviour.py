@@ -43,8 +43,9 @@ def behaviour(case: SourceCase, target: Target, seed: int) -> Difference | Held:
     figures = {f"seed {i}": found for i, (found, _) in enumerate(runs, start=1)}
     rule = f"times as far from float64 as PyTorch's float32 runs, the median of {SEEDS} seeds"
     if ratio <= RATIO_BAR:
-        return Held(f"{UPDATES} updates: losses {ratio:.2f} {rule}", figures)
-    what = f"the losses of {UPDATES} updates are {ratio:.3g} {rule}, over {RATIO_BAR:g}; farthest at update {update}"
+        return Held(f"{case.most(UPDATES)} updates: losses {ratio:.2f} {rule}", figures)
+    found = f"the losses of {case.most(UPDATES)} updates are {ratio:.3g} {rule}"
+    what = f"{found}, over {RATIO_BAR:g}; farthest at update {update}"
     return Difference(STAGE, what, "loss", ("loss",), update, ratio, RATIO_BAR)
 
 
@@ -53,19 +54,20 @@ def _ratio(case: SourceCase, program: PortProgram, seed: int) -> tuple[float, in
 
     The farthest of PyTorch's is no less than the rounding of a loss.
     """
-    settings = Settings(steps=UPDATES, seed=seed)
+    settings = Settings(steps=case.most(UPDATES), seed=seed)
     theirs = reference(case, settings)
-    ours = program.run(case, theirs.weights, steps=UPDATES, seed=seed)
+    ours = program.run(case, theirs.weights, steps=settings.steps, seed=seed)
     truth = curve(theirs.truth)
     runs = [theirs.theirs, *theirs.reordered, *theirs.one_ulp]
     unit = max(FEW_ULPS * _rms(truth), *(_rms(curve(run) - truth) for run in runs))
     apart = np.nan_to_num(curve(ours) - truth, nan=np.inf)
-    return _rms(apart) / unit, WINDOW * (int(np.argmax(np.abs(apart))) + 1)
+    return _rms(apart) / unit, min(WINDOW * (int(np.argmax(np.abs(apart))) + 1), settings.steps)
 
 
 def curve(run: Record) -> np.ndarray:
-    """Return the losses of a run as means over windows, float64[updates / WINDOW]."""
-    return run.losses.astype(np.float64).reshape(-1, WINDOW).mean(1)
+    """Return the losses of a run as means over windows, of which the last may be shorter, float64[windows]."""
+    starts = range(0, len(run.losses), WINDOW)
+    return np.array([np.mean(run.losses[start : start + WINDOW], dtype=np.float64) for start in starts])
 
 
 def _rms(x: np.ndarray) -> float:

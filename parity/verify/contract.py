@@ -28,7 +28,9 @@ SIGNATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 """The arguments of each function that a contract names."""
-OPTIONAL = ("scheduler", "gradients", "clip_norm")
+NUMBERS = {"clip_norm": "a number above 0", "updates": "a whole number above 0"}
+"""Keys of the source that are numbers."""
+OPTIONAL = ("scheduler", "gradients", *NUMBERS)
 """Keys that a contract may leave out."""
 
 
@@ -44,6 +46,7 @@ class Source:
       batch: From a seed to arrays of NumPy by name, with the rows of the batch on the first axis.
       scheduler: From the optimizer to its scheduler, which steps after every update; None for none.
       clip_norm: Bound of the global gradient norm; None does not clip.
+      updates: Number of updates of the run, of which no more are made; None if it has no length.
     """
 
     file: Path
@@ -53,6 +56,7 @@ class Source:
     batch: Callable[..., Any]
     scheduler: Callable[..., Any] | None
     clip_norm: float | None
+    updates: int | None
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ def read_contract(contract: Path, source: Path, target: Path) -> tuple[Source, T
             raise UserError(f"there is no file '{path}': name the PyTorch file, then the JAX file")
     theirs = _functions(import_file(source), source, "source", tables["source"])
     ours = _functions(import_file(target), target, "target", tables["target"])
-    return Source(source, clip_norm=tables["source"].get("clip_norm"), **theirs), Target(target, **ours)
+    given = {name: tables["source"].get(name) for name in NUMBERS}
+    return Source(source, **theirs, **given), Target(target, **ours)
 
 
 def _tables(contract: Path) -> dict[str, dict[str, Any]]:
@@ -117,13 +122,14 @@ def _tables(contract: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check_keys(where: str, table: str, entries: Mapping[str, Any]) -> None:
-    known = [*SIGNATURES[table], *(["clip_norm"] if table == "source" else [])]
+    known = [*SIGNATURES[table], *(NUMBERS if table == "source" else [])]
     for key, value in entries.items():
         if key not in known:
             raise UserError(f"{where} has an unknown key {key!r}{nearest(key, known)}: use {', '.join(known)}")
-        if key == "clip_norm":
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-                raise UserError(f"clip_norm in {where} must be a number above 0, got {value!r}")
+        if key in NUMBERS:
+            kinds = (int,) if key == "updates" else (int, float)
+            if type(value) not in kinds or not 0 < value < float("inf"):
+                raise UserError(f"{key} in {where} must be {NUMBERS[key]}, got {value!r}")
         elif not isinstance(value, str) or not value.isidentifier():
             raise UserError(f"{key} in {where} must be the name of a function, got {value!r}")
     for key in known:

@@ -19,6 +19,9 @@ from parity.verify.raised import raised_by_user
 from parity.verify.source_case import SourceCase, state_dict
 
 STAGE = "interface"
+CHANGES = (
+    "step changes the state that it is given, in place of a copy (of flax.nnx, jax.jit copies and nnx.jit does not)"
+)
 
 
 class _Fault(Exception):  # noqa: N818 - it carries a finding
@@ -139,7 +142,7 @@ def _check_step(target: Target, state: Any, batch: Any, other: Any) -> None:
     if not np.isfinite(float(loss)):
         raise _Fault(f"step returns the loss {float(loss)}, PyTorch's is finite", "loss")
     _check_same_structure(state, after)
-    _raise_first(target, state, state, given, "step changes the state that it is given")
+    _raise_first(target, state, state, given, CHANGES)
     _called(target, "step", _copy(state), _copy(other))
     again, loss_again = _called(target, "step", _copy(state), _copy(batch))
     what = "step called twice from one state returns different results"

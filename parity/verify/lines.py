@@ -89,7 +89,7 @@ def _port_trace(
 
 def _is_one_of(x: Any, weights: list[Fingerprint]) -> bool:
     """Whether a leaf has the numbers of a tensor, in any layout."""
-    if not np.issubdtype(x.dtype, np.floating):
+    if not jnp.issubdtype(x.dtype, np.floating):
         return False
     own = fingerprint(np.asarray(x))
     return any(not apart(own, weight) for weight in weights)

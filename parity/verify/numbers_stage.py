@@ -42,7 +42,7 @@ def numbers(case: SourceCase, target: Target, seed: int) -> Difference | Held:
     if target.gradients is None:
         notes.append("first gradients are compared by the parameters after update 1: the contract names no gradients")
     what = "; ".join(filter(None, [exact.what, rounded.what]))
-    return Held(f"{UPDATES} updates in {what}", exact.figures | rounded.figures, tuple(notes))
+    return Held(f"{case.most(UPDATES)} updates in {what}", exact.figures | rounded.figures, tuple(notes))
 
 
 def _in_float64(case: SourceCase, target: Target, seed: int) -> Difference | Held:
@@ -50,7 +50,7 @@ def _in_float64(case: SourceCase, target: Target, seed: int) -> Difference | Hel
     refusal = program.refusal(case, seed)
     if refusal is not None:
         return Held("", notes=(f"not compared in float64, and no bugs planted: {refusal}",))
-    candidates, examination = compare(case, program, Settings(steps=UPDATES, seed=seed))
+    candidates, examination = compare(case, program, Settings(steps=case.most(UPDATES), seed=seed))
     verdict = examination.verdict
     if not verdict.passed:
         return _first(candidates[-1], target, program, examination, seed)
@@ -60,7 +60,7 @@ def _in_float64(case: SourceCase, target: Target, seed: int) -> Difference | Hel
 
 
 def _in_float32(case: SourceCase, target: Target, seed: int, is_exact: bool) -> Difference | Held:
-    program, settings = PortProgram(target, "fp32"), Settings(steps=UPDATES, seed=seed)
+    program, settings = PortProgram(target, "fp32"), Settings(steps=case.most(UPDATES), seed=seed)
     low = repeated(case, program, settings, partial(reference, case))
     ratio = low.verdict.error_ratio
     assert ratio is not None
@@ -72,7 +72,8 @@ def _in_float32(case: SourceCase, target: Target, seed: int, is_exact: bool) -> 
 def _first(case: SourceCase, target: Target, program: PortProgram, examination: Examination, seed: int) -> Difference:
     """The first tensor over its bar, update by update, and its lines."""
     report("fp64: differs; searching the first tensor")
-    pairs = zip(port_updates(case, program, UPDATES, seed), torch_updates(case, UPDATES, seed), strict=True)
+    steps = case.most(UPDATES)
+    pairs = zip(port_updates(case, program, steps, seed), torch_updates(case, steps, seed), strict=True)
     for number, (ours, theirs) in enumerate(pairs, start=1):
         for found in over_bars(ours, theirs, number, target.gradients is not None):
             return located(found, case, target, seed)

@@ -72,7 +72,7 @@ def planted(case: SourceCase, target: Target, seed: int) -> Planted:
     program = PortProgram(target, "fp64")
     with jax.enable_x64(True):
         state = program.first_state(case, seed)
-        batches = [port_batch(batch, "fp64") for batch in case.batches(seed, UPDATES)]
+        batches = [port_batch(batch, "fp64") for batch in case.batches(seed, case.most(UPDATES))]
         buggy = _Buggy(target.step, state, batches[0], np.random.default_rng(seed))
         report("planted bugs: JAX compiles")
         right = [*_updates(case, program, partial(buggy.step, which=-1), state, batches)]
@@ -82,7 +82,7 @@ def planted(case: SourceCase, target: Target, seed: int) -> Planted:
             ours = _updates(case, program, partial(buggy.step, which=number), state, batches)
             seen, noticed = _until_noticed(ours, right)
             if not noticed:
-                unnoticed.append(bug + f" (changes nothing in {UPDATES} updates)" * all(map(_same, seen, right)))
+                unnoticed.append(bug + f" (changes nothing in {len(batches)} updates)" * all(map(_same, seen, right)))
     return Planted(len(buggy.bugs), tuple(unnoticed))
 
 
@@ -167,7 +167,7 @@ def _chosen(jaxpr: Any, rng: np.random.Generator) -> list[tuple[str, JaxprEqn, C
 def _wrong_results(eqn: JaxprEqn) -> Iterator[_Wrong]:
     """Yield the bugs that an equation of floating-point numbers may have."""
     name, result = op.of(eqn), eqn.outvars[0].aval
-    if len(eqn.outvars) != 1 or not np.issubdtype(getattr(result, "dtype", np.bool_), np.floating):
+    if len(eqn.outvars) != 1 or not jnp.issubdtype(getattr(result, "dtype", np.bool_), np.floating):
         return
     shapes = [v.aval.shape for v in eqn.invars]
     for i, v in enumerate(eqn.invars):

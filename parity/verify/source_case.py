@@ -36,6 +36,10 @@ class SourceCase(Case):
     notes: tuple[str, ...] = ()
     rate: float = 1.0
 
+    def most(self, updates: int) -> int:
+        """Return a number of updates, or that of the whole run if it has fewer."""
+        return updates if self.updates is None else min(updates, self.updates)
+
     def torch_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """Return the source's optimizer of a model."""
         assert self.source is not None
@@ -77,8 +81,14 @@ def source_case(source: Source, seed: int) -> SourceCase:
         names=_as_named(params),
         batch=lambda seed, rows: _batch(source, seed, rows),
         rows=len(next(iter(batch.values()))),
-        optimizer=Optimizer(source.file.name, _no_program, _no_program, scheduler=source.scheduler),
+        optimizer=Optimizer(
+            source.file.name,
+            _no_program,
+            _no_program,
+            scheduler=None if source.scheduler is None else partial(_Scheduler, source),
+        ),
         clip_norm=source.clip_norm,
+        updates=source.updates,
         state_like=buffers or None,
         buffers=_as_named(buffers) if buffers else None,
         source=source,
@@ -121,6 +131,27 @@ def state_dict(case: Case, seed: int) -> Tensors:
     """Return all tensors of the model that is drawn from a seed, which a port begins with."""
     with seeded_model(case, seed) as model:
         return {name: x.detach().numpy().copy() for name, x in model.state_dict().items()}
+
+
+class _Scheduler:
+    """The source's scheduler. One that has an end, as that of a cycle, refuses to step beyond it."""
+
+    def __init__(self, source: Source, optimizer: torch.optim.Optimizer) -> None:
+        assert source.scheduler is not None
+        self._source, self._own, self._count = source, source.scheduler(optimizer), 0
+        if not hasattr(self._own, "step"):
+            raise _wrong(source, "scheduler", f"returned {type(self._own).__name__}: return what has a step()")
+
+    def step(self) -> None:
+        """Step after an update."""
+        self._count += 1
+        if self._count == self._source.updates:
+            return  # no update follows
+        try:
+            self._own.step()
+        except ValueError as error:
+            what = f"cannot step after update {self._count}, {error}: give the length of the run as updates in [source]"
+            raise _wrong(self._source, "scheduler", what) from error
 
 
 def _scale_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
