@@ -1,5 +1,6 @@
 """The second stage: twenty updates in float64, and again in float32 beside PyTorch's own distance from them."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from parity.bars import RATIO_BAR
@@ -53,7 +54,7 @@ def _in_float64(case: SourceCase, target: Target, seed: int) -> Difference | Hel
     candidates, examination = compare(case, program, Settings(steps=case.most(UPDATES), seed=seed))
     verdict = examination.verdict
     if not verdict.passed:
-        return _first(candidates[-1], target, program, examination, seed)
+        return _first(candidates, target, program, examination, seed)
     figures = {"losses": verdict.loss_rel, "parameters": verdict.param_rel_max}
     what = ", ".join(f"{name} {x:.0e}" for name, x in figures.items())
     return Held(f"float64: {what}", figures, examination.notes)
@@ -69,15 +70,31 @@ def _in_float32(case: SourceCase, target: Target, seed: int, is_exact: bool) -> 
     return Held(f"float32: {ratio:.2f} times PyTorch's own distance from float64", {"float32": ratio})
 
 
-def _first(case: SourceCase, target: Target, program: PortProgram, examination: Examination, seed: int) -> Difference:
-    """The first tensor over its bar, update by update, and its lines."""
+def _first(
+    candidates: Sequence[SourceCase], target: Target, program: PortProgram, examination: Examination, seed: int
+) -> Difference:
+    """The first tensor over its bar, update by update, and its lines.
+
+    Of versions of the source that mean the same, it is that which the port follows for longest.
+    """
     report("fp64: differs; searching the first tensor")
-    steps = case.most(UPDATES)
+    ordered = [(*_first_over_bar(case, target, program, seed), case) for case in candidates]
+    _, found, case = max(ordered, key=lambda entry: entry[0])
+    if found is None:  # a value that is judged beside its noise alone
+        return Difference(STAGE, examination.verdict.faults[0])
+    return located(found, case, target, seed)
+
+
+def _first_over_bar(case: SourceCase, target: Target, program: PortProgram, seed: int) -> tuple[int, Difference | None]:
+    """Return the first difference and its place in the order of a run."""
+    steps, place = case.most(UPDATES), 0
     pairs = zip(port_updates(case, program, steps, seed), torch_updates(case, steps, seed), strict=True)
     for number, (ours, theirs) in enumerate(pairs, start=1):
         for found in over_bars(ours, theirs, number, target.gradients is not None):
-            return located(found, case, target, seed)
-    return Difference(STAGE, examination.verdict.faults[0])  # of a value that is judged beside its noise alone
+            place += 1
+            if found is not None:
+                return place, found
+    return place, None
 
 
 def _imprecise(case: SourceCase, target: Target, low: Examination, seed: int, is_exact: bool) -> Difference:

@@ -99,7 +99,7 @@ def _until_noticed(wrong: Iterator[Update], right: Sequence[Update]) -> tuple[li
     seen = []
     for number, (ours, expected) in enumerate(zip(wrong, right, strict=True), start=1):
         seen.append(ours)
-        if next(over_bars(ours, expected, number, has_gradients=False), None) is not None:
+        if any(over_bars(ours, expected, number, has_gradients=False)):
             return seen, True
     return seen, False
 

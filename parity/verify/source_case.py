@@ -72,7 +72,7 @@ def source_case(source: Source, seed: int) -> SourceCase:
     saved = model.state_dict()
     changing = {name: _like(x) for name, x in model.named_buffers() if _changed(before[name], x)}
     buffers = {name: like for name, like in changing.items() if name in saved}
-    return SourceCase(
+    case = SourceCase(
         name=source.file.name,
         torch_model=partial(_module, source),
         torch_loss=lambda model, batch: (source.loss(model, batch), 1),
@@ -98,6 +98,10 @@ def source_case(source: Source, seed: int) -> SourceCase:
             *(f"{name} is not compared: it is not in the state_dict" for name in changing if name not in saved),
         ),
     )
+    optimizer = case.torch_optimizer(model)
+    if case.optimizer.scheduler is not None:
+        case.optimizer.scheduler(optimizer)
+    return case
 
 
 def _check_batches(source: Source, batch: Batch, seed: int) -> list[str]:

@@ -43,8 +43,8 @@ def port_updates(case: SourceCase, program: PortProgram, steps: int, seed: int) 
     return [updates[0]._replace(grads=record.grads), *updates[1:]]
 
 
-def over_bars(ours: Update, theirs: Update, number: int, has_gradients: bool) -> Iterator[Difference]:
-    """Yield a difference for each group of tensors with one over its bar.
+def over_bars(ours: Update, theirs: Update, number: int, has_gradients: bool) -> Iterator[Difference | None]:
+    """Yield a difference for each group of tensors with one over its bar, None for another, in the order of a run.
 
     Args:
       ours: An update of the port.
@@ -54,13 +54,13 @@ def over_bars(ours: Update, theirs: Update, number: int, has_gradients: bool) ->
     """
     bar, whole = FIRST_BAR if number == 1 else LAST_BAR, norm(theirs.grads.values())
     noise = {name for name, x in theirs.grads.items() if 0 < norm([x]) <= NEGLIGIBLE * whole}
-    yield from _over(f"the loss of update {number}", number, {"loss": _apart(ours.loss, theirs.loss)}, bar)
+    yield _over(f"the loss of update {number}", number, {"loss": _apart(ours.loss, theirs.loss)}, bar)
     if has_gradients and number == 1:
-        yield from _over("the gradients of update 1", number, relative(ours.grads, theirs.grads), bar)
+        yield _over("the gradients of update 1", number, relative(ours.grads, theirs.grads), bar)
     distances = relative(ours.after.params, theirs.after.params, noise=noise)
     if theirs.after.buffers:
         distances |= relative(ours.after.buffers, theirs.after.buffers)
-    yield from _over(f"the tensors after update {number}", number, distances, bar)
+    yield _over(f"the tensors after update {number}", number, distances, bar)
 
 
 def _apart(our: float, their: float) -> float:
@@ -69,8 +69,10 @@ def _apart(our: float, their: float) -> float:
     return abs(our - their) / abs(their) if math.isfinite(our) and their else math.inf
 
 
-def _over(what: str, number: int, distances: dict[str, float], bar: float) -> Iterator[Difference]:
+def _over(what: str, number: int, distances: dict[str, float], bar: float) -> Difference | None:
     over = {name: x for name, x in sorted(distances.items(), key=lambda item: -item[1]) if not x <= bar}
-    for name, x in list(over.items())[:1]:
-        line = f"{what}: {name} is {x:.1e} apart, over {bar:.0e}"
-        yield Difference("numbers", line, name, tuple(over), number, x, bar)
+    if not over:
+        return None
+    name, x = next(iter(over.items()))
+    line = f"{what}: {name} is {x:.1e} apart, over {bar:.0e}"
+    return Difference("numbers", line, name, tuple(over), number, x, bar)

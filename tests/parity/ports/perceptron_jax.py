@@ -36,7 +36,7 @@ def loss_fn(params, batch):
 
 
 def clipped(grads):
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     return jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.3 / (norm + 1e-6)), grads)
 
 
