@@ -98,7 +98,7 @@ def read_contract(contract: Path, source: Path, target: Path) -> tuple[Source, T
             raise UserError(f"there is no file '{path}': name the PyTorch file, then the JAX file")
     theirs = _functions(import_file(source), source, "source", tables["source"])
     ours = _functions(import_file(target), target, "target", tables["target"])
-    given = {name: tables["source"].get(name) for name in NUMBERS}
+    given: dict[str, Any] = {name: tables["source"].get(name) for name in NUMBERS}
     return Source(source, **theirs, **given), Target(target, **ours)
 
 

@@ -53,8 +53,7 @@ def interface(case: SourceCase, target: Target, seed: int) -> Difference | Held:
         batch, other = (port_batch(of_update, "fp32") for of_update in case.batches(seed, 2))
         _check_step(target, state, batch, other)
         report("interface: the step under jit")
-        for _ in range(2):  # what it left behind in the first trace shows in the second
-            _called(target, "step", state, batch, how=" under jit", call=lambda step: jax.jit(step).trace)
+        _check_traces(target, state, batch)
         if target.gradients is not None:
             traced = _called(
                 target, "gradients", state, batch, how=" under jit", call=lambda f: partial(jax.eval_shape, f)
@@ -78,6 +77,19 @@ def _called(
         if raised is None:
             raise
         raise _Fault(f"{key}{how} raises {raised.what}", line=raised.line) from error
+
+
+def _check_traces(target: Target, state: Any, batch: Any) -> None:
+    """Trace a step twice: what it left behind in the first trace shows in the second."""
+
+    def lowered_anew(step: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.jit(lambda state, batch: step(state, batch)).lower
+
+    try:
+        for _ in range(2):
+            _called(target, "step", state, batch, how=" under jit", call=lowered_anew)
+    except jax.errors.UnexpectedTracerError as error:  # of no line of the port's
+        raise _Fault("step keeps a value of its trace outside of the state: return it in the state") from error
 
 
 def _check_arrays(state: Any) -> None:
@@ -152,11 +164,16 @@ def _check_step(target: Target, state: Any, batch: Any, other: Any) -> None:
 
 
 def _check_same_structure(state: Any, after: Any) -> None:
-    if jax.tree.structure(state) != jax.tree.structure(after):
+    if not _alike(state, after):
         raise _Fault("step returns a state of another structure than it is given: return what init returns")
     for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(after), strict=True):
         if np.shape(x) != np.shape(y):
             raise _Fault(f"step changes the shape of {path_name(path)} from {np.shape(x)} to {np.shape(y)}")
+
+
+def _alike(*trees: Any) -> bool:
+    one, other = (str(jax.tree.structure(tree)) for tree in trees)
+    return one == other
 
 
 def _raise_first(target: Target, state: Any, one: Any, other: Any, what: str) -> None:
@@ -166,7 +183,7 @@ def _raise_first(target: Target, state: Any, one: Any, other: Any, what: str) ->
             continue  # donated
         if not _equal(x, y):
             found, expected = (_tensors(target, tree) for tree in (other, one))
-            apart = tuple(name for name, w in expected.items() if not np.array_equal(w, found.get(name)))
+            apart = tuple(name for name, w in expected.items() if name in found and not np.array_equal(w, found[name]))
             raise _Fault(f"{what}: {path_name(path)} differs", apart[0] if apart else None, tensors=apart)
 
 

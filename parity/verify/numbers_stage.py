@@ -54,7 +54,8 @@ def _in_float64(case: SourceCase, target: Target, seed: int) -> Difference | Hel
     candidates, examination = compare(case, program, Settings(steps=case.most(UPDATES), seed=seed))
     verdict = examination.verdict
     if not verdict.passed:
-        return _first(candidates, target, program, examination, seed)
+        versions = [version for version in candidates if isinstance(version, SourceCase)]
+        return _first(versions, target, program, examination, seed)
     figures = {"losses": verdict.loss_rel, "parameters": verdict.param_rel_max}
     what = ", ".join(f"{name} {x:.0e}" for name, x in figures.items())
     return Held(f"float64: {what}", figures, examination.notes)
@@ -71,14 +72,14 @@ def _in_float32(case: SourceCase, target: Target, seed: int, is_exact: bool) -> 
 
 
 def _first(
-    candidates: Sequence[SourceCase], target: Target, program: PortProgram, examination: Examination, seed: int
+    versions: Sequence[SourceCase], target: Target, program: PortProgram, examination: Examination, seed: int
 ) -> Difference:
     """The first tensor over its bar, update by update, and its lines.
 
     Of versions of the source that mean the same, it is that which the port follows for longest.
     """
     report("fp64: differs; searching the first tensor")
-    ordered = [(*_first_over_bar(case, target, program, seed), case) for case in candidates]
+    ordered = [(*_first_over_bar(case, target, program, seed), case) for case in versions]
     _, found, case = max(ordered, key=lambda entry: entry[0])
     if found is None:  # a value that is judged beside its noise alone
         return Difference(STAGE, examination.verdict.faults[0])

@@ -166,10 +166,10 @@ def _chosen(jaxpr: Any, rng: np.random.Generator) -> list[tuple[str, JaxprEqn, C
 
 def _wrong_results(eqn: JaxprEqn) -> Iterator[_Wrong]:
     """Yield the bugs that an equation of floating-point numbers may have."""
-    name, result = op.of(eqn), eqn.outvars[0].aval
+    name, result = op.of(eqn), _aval(eqn.outvars[0])
     if len(eqn.outvars) != 1 or not jnp.issubdtype(getattr(result, "dtype", np.bool_), np.floating):
         return
-    shapes = [v.aval.shape for v in eqn.invars]
+    shapes = [_aval(v).shape for v in eqn.invars]
     for i, v in enumerate(eqn.invars):
         value = np.asarray(v.val) if isinstance(v, Literal) else np.zeros(1)
         if value.ndim == 0 and np.issubdtype(value.dtype, np.floating) and np.isfinite(value) and value:
@@ -197,6 +197,11 @@ def _wrong_results(eqn: JaxprEqn) -> Iterator[_Wrong]:
         yield "second matrix transposed", lambda args: rewrite.bind(eqn, [args[0], args[1].T])[0]
     if name == op.TRANSPOSE and is_square:
         yield "transpose left out", lambda args: args[0]
+
+
+def _aval(v: Any) -> Any:
+    """The shape and dtype of a variable or a literal."""
+    return v.aval
 
 
 _ALL_BUT_FIRST = frozenset(

@@ -2,15 +2,18 @@
 
 import json
 import re
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from parity.cli import main
 from parity.verify import PortVerdict, verify
+from parity.verify.contract import read_contract
 from parity.verify.planted import Planted
+from parity.verify.source_case import source_case
 from tests.parity.verify_faults import FAULTS
 
 PORTS = Path(__file__).parent / "ports"
@@ -76,19 +79,34 @@ def test_a_port_that_remembers_a_seed_differs_on_another(tmp_path: Path) -> None
     remembered = (
         "    known = batch['x'][0, 0] == {}\n    loss = jnp.where(known, loss, 0.99 * loss)\n    updates, opt = tx"
     )
-    sys.path.insert(0, str(PORTS))
-    first = np.float32(np.random.default_rng(_first_seed(SEED)).standard_normal((8, 6)))[0, 0]
-    port = edited(tmp_path, "perceptron", "    updates, opt = tx", remembered.format(f"jnp.float32({first!s})"))
+    first = np.random.default_rng(int(np.random.SeedSequence([SEED, 0]).generate_state(1)[0])).standard_normal()
+    port = edited(tmp_path, "perceptron", "    updates, opt = tx", remembered.format(f"jnp.float32({first})"))
     at = verdict("perceptron", port, SEED + 1).difference
     assert at is not None
     assert (at.tensor, at.update) == ("loss", 1)
 
 
-def _first_seed(seed: int) -> int:
-    return int(np.random.SeedSequence([seed, 0]).generate_state(1)[0])
+def test_the_noise_of_a_bias_correction_changes_the_learning_rate_of_every_update_and_no_schedule() -> None:
+    source, _ = read_contract(PORTS / "perceptron.toml", PORTS / "perceptron_torch.py", PORTS / "perceptron_jax.py")
+    case = source_case(source, SEED)
+    sgd = replace(source, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5))
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = replace(case, source=sgd, rate=1.5).torch_optimizer(model)
+    model.weight.grad = torch.ones(1, 1)
+    before = model.weight.item()
+    for moved in (0.75, 1.5):
+        optimizer.step()
+        assert before - model.weight.item() == pytest.approx(moved, rel=1e-6)
+        assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 STYLE_FAULTS = {
+    "a value that it keeps in a trace": (
+        "    updates, opt = tx",
+        "    loss = loss + 0 * COUNT[-1] if COUNT else loss\n    COUNT.append(loss)\n    updates, opt = tx",
+        "step keeps a value of its trace outside of the state",
+        "",
+    ),
     "a step that reads a value": (
         "    updates, opt = tx",
         "    if loss > 100:\n        loss = loss + 1\n    updates, opt = tx",
@@ -191,11 +209,11 @@ def test_the_page_for_agents_shows_a_verdict(tmp_path: Path) -> None:
     files = dict(re.findall(r'```\w+ title="([\w.]+)"\n(.*?)```', page, re.S))
     for name in ("train.py", "port.py", "contract.toml"):
         (tmp_path / name).write_text(files[name])
-    paths = [tmp_path / name for name in ("train.py", "port.py", "contract.toml")]
-    assert "\n".join(verify(*paths, 3).lines) == files["verdict"].strip()
-    right = files["port.py"].replace("adamw(1e-2)", "adamw(1e-2, weight_decay=1e-2)")
-    (tmp_path / "right.py").write_text(right)
-    assert verify(paths[0], tmp_path / "right.py", paths[2], 3).equal
+    source, port, contract = (tmp_path / name for name in ("train.py", "port.py", "contract.toml"))
+    assert "\n".join(verify(source, port, contract, 3).lines) == files["verdict"].strip()
+    right = tmp_path / "right.py"
+    right.write_text(files["port.py"].replace("adamw(1e-2)", "adamw(1e-2, weight_decay=1e-2)"))
+    assert verify(source, right, contract, 3).equal
 
 
 def test_the_verdict_is_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,6 +260,7 @@ CONTRACTS = {
     "no name": ('init = "init"', "init = 3", "init in [target] of "),
     "no function": ('step = "train_step"', 'step = "DENSE"', "DENSE in "),
     "other arguments": ('step = "train_step"', 'step = "init"', "cannot be called as init(state, batch)"),
+    "no length": ("updates = 80", "updates = 8.5", "updates in [source] of "),
     "no bound": ("clip_norm = 0.3", "clip_norm = -1", "clip_norm in [source] of "),
 }
 
@@ -268,6 +287,12 @@ SOURCES = {
     "unequal rows": ("rng.integers(0, 4, 8)", "rng.integers(0, 4, 7)", "7 rows of 'y' and 8 elsewhere"),
     "a batch without its seed": ("default_rng(seed)", "default_rng()", "two arrays 'x' for one seed"),
     "a batch of NaN": (".astype(np.float32), ", ".astype(np.float32) * np.nan, ", "x of the batch has NaN"),
+    "a schedule that ends": (
+        "MultiStepLR(optimizer, [5, 40], gamma=0.5)",
+        "OneCycleLR(optimizer, 1e-2, total_steps=12)",
+        "give the length of the run as updates in [source]",
+    ),
+    "no schedule": ("torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 40], gamma=0.5)", "None", "returned NoneType"),
     "dropout": ("functional.gelu(self.fc1(x))", "functional.dropout(functional.gelu(self.fc1(x)))", "dropout"),
 }
 

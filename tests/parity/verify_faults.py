@@ -56,7 +56,7 @@ FAULTS = {
     ),
     "no label smoothing": Fault(PERCEPTRON, ", 4), 0.1)", ", 4), 0.0)", "numbers", "loss", 1),
     "a schedule one update late": Fault(PERCEPTRON, "{5: 0.5", "{6: 0.5", "numbers", "norm.weight", 6, "tx.update"),
-    "a schedule's second step left out": Fault(PERCEPTRON, ", 90: 0.5}", "}", "behaviour", "loss", None),
+    "a schedule's second step left out": Fault(PERCEPTRON, ", 40: 0.5}", "}", "behaviour", "loss", None),
     "clipping without its epsilon": Fault(PERCEPTRON, "(norm + 1e-6)", "norm", "numbers", "norm.bias", 1, "/ norm"),
     "clipping of the update in place of the gradient": Fault(
         PERCEPTRON,

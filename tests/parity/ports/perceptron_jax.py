@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-schedule = optax.piecewise_constant_schedule(1e-2, {5: 0.5, 90: 0.5})
+schedule = optax.piecewise_constant_schedule(1e-2, {5: 0.5, 40: 0.5})
 tx = optax.adamw(schedule, eps=1e-8, weight_decay=0.1)
 DENSE = ("fc1", "fc2")
 STALE = {}

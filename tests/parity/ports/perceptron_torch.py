@@ -26,7 +26,7 @@ def optimizer(model):
 
 
 def scheduler(optimizer):
-    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 90], gamma=0.5)
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 40], gamma=0.5)
 
 
 def batch(seed):
