@@ -82,14 +82,15 @@ def _called(
 def _check_traces(target: Target, state: Any, batch: Any) -> None:
     """Trace a step twice: what it left behind in the first trace shows in the second."""
 
-    def lowered_anew(step: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.jit(lambda state, batch: step(state, batch)).lower
+    for _ in range(2):
+        closed = _called(target, "step", state, batch, how=" under jit", call=_traced_anew)
+        if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
+            raise _Fault("step keeps a value of its trace outside of the state: return it in the state")
 
-    try:
-        for _ in range(2):
-            _called(target, "step", state, batch, how=" under jit", call=lowered_anew)
-    except jax.errors.UnexpectedTracerError as error:  # of no line of the port's
-        raise _Fault("step keeps a value of its trace outside of the state: return it in the state") from error
+
+def _traced_anew(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace a step, whether or not it was traced before."""
+    return jax.make_jaxpr(lambda state, batch: step(state, batch))
 
 
 def _check_arrays(state: Any) -> None:
