@@ -73,9 +73,12 @@ def _port_trace(
     with jax.enable_x64(True):
         state = PortProgram(target, "fp64").first_state(case, seed)
         batches = [port_batch(batch, "fp64") for batch in case.batches(seed, len(gradients))]
-        evaluation = Evaluation(in_float64(target.step), state, batches[0])
         weights = [fingerprint(x) for x in state_dict(case, seed).values() if np.issubdtype(x.dtype, np.floating)]
-        traced = jax.tree.map(lambda x: evaluation.weight(x) if _is_one_of(x, weights) else x, state)
+        stacked = {x.shape for x in jax.tree.leaves(state) if not _is_one_of(x, weights) and _is_stack(x, weights)}
+        evaluation = Evaluation(in_float64(target.step), state, batches[0], stacked)
+        traced = jax.tree.map(
+            lambda x: evaluation.weight(x) if x.shape in stacked or _is_one_of(x, weights) else x, state
+        )
         ends = []
         for batch, of_update in zip(batches, gradients, strict=True):
             started = len(evaluation.trace.values)
@@ -93,6 +96,11 @@ def _is_one_of(x: Any, weights: list[Fingerprint]) -> bool:
         return False
     own = fingerprint(np.asarray(x))
     return any(not apart(own, weight) for weight in weights)
+
+
+def _is_stack(x: Any, weights: list[Fingerprint]) -> bool:
+    """Whether a leaf stacks tensors, those of the layers of a scan."""
+    return len(x.shape) > 1 and all(_is_one_of(layer, weights) for layer in x)
 
 
 def lossy_line(case: SourceCase, target: Target, seed: int) -> str:
