@@ -33,6 +33,7 @@ from parity.settings import PRECISIONS, Settings, settings_of, validate
 _Case = Annotated[str, Flag(positional=True, metavar="CASE")]
 _Precisions = Annotated[tuple[str, ...], Flag(metavar="P", listed=True, choices=PRECISIONS)]
 _File = Annotated[Path | None, Flag(metavar="F")]
+_STDOUT = Path("-")
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,22 @@ class Selftest(_Command):
     """Write the results as JSON."""
 
 
+@dataclass(frozen=True)
+class Verify(_Command):
+    """Give the verdict on a port that somebody else wrote, by a contract."""
+
+    source: Annotated[str, Flag(positional=True, metavar="SOURCE")] = ""
+    """The PyTorch file."""
+    target: Annotated[str, Flag(positional=True, metavar="TARGET")] = ""
+    """The JAX file that claims to be the same training."""
+    contract: _File = None
+    """The TOML file that names how both are built and stepped."""
+    seed: Annotated[CountOrZero | None, Flag(metavar="S")] = None
+    """Seed of weights and data; default: drawn, and printed with the verdict."""
+    json: _File = None
+    """Write the verdict as JSON; - prints nothing else on stdout."""
+
+
 PRECISION = ("fp64", "fp32")
 """The precisions of a check by default."""
 
@@ -181,7 +198,7 @@ def _parsed(args: Sequence[str]) -> tuple[Any, list[str]]:
     if wrong := field_errors(options):
         raise UserError(f"--{wrong[0]}")
     for file in (getattr(options, "json", None), getattr(options, "html", None)):
-        check_writable(file)
+        check_writable(None if file == _STDOUT and isinstance(options, Verify) else file)
     return options, flags
 
 
@@ -278,6 +295,23 @@ def _selftest(options: Selftest, flags: list[str], console: Console) -> int:
     from parity.selftest import main as selftest
 
     return selftest(console, device=options.device, file=options.json, debug=options.debug)
+
+
+def _verify(options: Verify, flags: list[str], console: Console) -> int:
+    from parity.verify import verify
+
+    if options.contract is None:
+        raise UserError("a contract is required: parity verify SOURCE TARGET --contract FILE")
+    if options.json == _STDOUT:
+        console = Console(stderr=True, highlight=False)
+    with waiting(console, options.target):
+        verdict = verify(Path(options.source), Path(options.target), options.contract, options.seed)
+    for line in verdict.lines:
+        console.print(line, markup=False, soft_wrap=True)
+    if options.json:
+        text = json.dumps(verdict.as_json(), indent=2, allow_nan=False) + "\n"
+        sys.stdout.write(text) if options.json == _STDOUT else options.json.write_text(text)
+    return 0 if verdict.equal else 1
 
 
 def _replayed(options: Run, flags: list[str], console: Console) -> list[Result]:
@@ -430,6 +464,7 @@ _COMMANDS: dict[str, tuple[type, Callable[..., int]]] = {
     "record": (Record, _record),
     "mutate": (Mutate, _mutate),
     "selftest": (Selftest, _selftest),
+    "verify": (Verify, _verify),
 }
 
 

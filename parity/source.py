@@ -9,7 +9,7 @@ from pathlib import Path
 
 PARITY = Path(__file__).parent
 HARNESS = (
-    *(PARITY, *(PARITY / folder for folder in ("compare", "explain", "oracle", "sides", "unexercised"))),
+    *(PARITY, *(PARITY / folder for folder in ("compare", "explain", "oracle", "sides", "unexercised", "verify"))),
     *(PARITY / "cases" / file for file in ("default_loss.py", "example_batches.py", "imported.py")),
 )
 

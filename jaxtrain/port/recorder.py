@@ -94,7 +94,7 @@ class Recorder(TorchFunctionMode):
         before = read - self._made
         identities = {self._numbers[key]: key for key in self._held}
         # What depends on nothing, as a first hidden state, is read where that of another update depends on the model.
-        others = {x: self._held[key] for x, key in identities.items() if x in read and x not in self._origins}
+        others = {x: self._held[key] for x, key in identities.items() if x in read and not self._origins.get(x)}
         others = {x: tensor for x, tensor in others.items() if self._reads.get(x) == _version(tensor)}
         kept = {x: self._given[x][0] for x in read if x in self._given}
         return Interval(

@@ -1,7 +1,7 @@
 """A verdict with the runs that it rests on."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -9,12 +9,22 @@ from parity.bars import FP8_RATIO_BAR, RATIO_BAR
 from parity.case import Case
 from parity.compare.reference import Reference
 from parity.compare.verdict import Verdict, same_meaning, same_precision
-from parity.record import Record
+from parity.record import Record, Tensors
 from parity.settings import Settings, fp8_policy, in_double
 from parity.sides.nonfinite_loss import cause_of_nonfinite
 
 if TYPE_CHECKING:
     from parity.sides.jax_side import Program
+
+
+class JaxProgram(Protocol):
+    """JAX's side of a check: `parity.sides.jax_side.Program`, or the step of a port (`parity.verify.port_program`)."""
+
+    precision: str
+
+    def run(self, case: Case, weights: Tensors, *, steps: int, seed: int, nudge: int | None = None) -> Record:
+        """Train from PyTorch's weights, as `Program.run`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ def program_of(case: Case, precision: str, settings: Settings) -> "Program":
     return Program(case, precision, accumulate=settings.accumulate, remat=settings.remat)
 
 
-def train(case: Case, program: "Program", settings: Settings, reference: Reference) -> Examination:
+def train(case: Case, program: JaxProgram, settings: Settings, reference: Reference) -> Examination:
     """Train in JAX and compare with PyTorch's side.
 
     Raises:

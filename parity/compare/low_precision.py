@@ -2,16 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from parity.case import Case
-from parity.compare.examination import Examination, train
+from parity.compare.examination import Examination, JaxProgram, train
 from parity.compare.reference import Reference
 from parity.compare.verdict import by_tensor, median
 from parity.settings import Settings
-
-if TYPE_CHECKING:
-    from parity.sides.jax_side import Program
 
 TRAININGS = 5
 """Where the first training in a low precision fails, the verdict is the median of this many, each from another seed."""
@@ -23,7 +19,7 @@ Few cases are measured in fp8."""
 
 
 def repeated(
-    case: Case, program: "Program", settings: Settings, reference: Callable[[Settings], Reference]
+    case: Case, program: JaxProgram, settings: Settings, reference: Callable[[Settings], Reference]
 ) -> Examination:
     """The examination in a low precision: the first training's if it holds, else the median of several."""
 

@@ -95,46 +95,69 @@ def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[T
         params, model_state = jax_side.from_torch(case, weights)
         fresh = step.init(params, model_state=jax_side.arrays(model_state, "fp64"), seed=seed)
         batches = [jax_side.arrays(batch, "fp64") for batch in case.batches(seed, steps)]
-        programs: dict[str, tuple[ClosedJaxpr, Any, Any]] = {}  # by the names and the shapes of a batch
-
-        recorder = _Recorder(_stacked_shapes(case, fresh.params))
-        of_traced: dict[str, Any] = {"array": lambda x: _traced(x).value, "index": _Traced.layer, op.STACK: _stacked}
-        rule = record(recorder.visit, lift=recorder.given, **of_traced)
+        evaluation = Evaluation(step.pure, fresh, _stacked_shapes(case, fresh.params))
         state = jax.tree.map(_constant, fresh)._replace(
-            params=jax.tree.map(recorder.add_input, fresh.params),
-            model_state=jax.tree.map(recorder.add_input, fresh.model_state),
+            params=jax.tree.map(evaluation.weight, fresh.params),
+            model_state=jax.tree.map(evaluation.weight, fresh.model_state),
         )
         done = []
         for batch in batches:
-            key = _shapes(batch)
-            if key not in programs:
-                programs[key] = _traced_step(step, fresh, batch)
-            closed, shapes, compute = programs[key]
-            started = len(recorder.trace.values)
-            inputs = jax.tree.leaves((state, jax.tree.map(recorder.add_batch, batch)))
-            if compute is not None:
-                recorder.computed = deque(compute(*(_traced(x).value for x in inputs)))
-            parameters, recorder.gradients = _by_torch_name(case, state.params), {}
-            outs = interpret(closed.jaxpr, closed.consts, inputs, rule)
-            state, metrics = jax.tree.unflatten(jax.tree.structure(shapes), map(_traced, outs))
+            started, parameters = len(evaluation.trace.values), _by_torch_name(case, state.params)
+            state, metrics = evaluation(state, batch)
             loss = metrics["loss"].all
             # The step divides the total by the weight at the very end.
-            total = _union(recorder.trace.values[i].sources for i in loss)
-            total = frozenset(i for i in total if recorder.trace.values[i].trained)
+            total = _union(evaluation.trace.values[i].sources for i in loss)
+            total = frozenset(i for i in total if evaluation.trace.values[i].trained)
             forward = range(started, max(total, default=started) + 1)
             after = _union(x.all for x in jax.tree.leaves(state))
-            done.append(End(loss, after, forward, parameters, _fingerprints(case, recorder.gradients)))
-    return recorder.trace, done
+            done.append(End(loss, after, forward, parameters, _fingerprints(case, evaluation.gradients)))
+    return evaluation.trace, done
 
 
-def _shapes(batch: Any) -> str:
-    return str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
+class Evaluation:
+    """A training step evaluated equation by equation, one update after another.
 
+    Args:
+      step: From (state, batch) to (state, results).
+      state: A state, with arrays.
+      stacked_shapes: Shapes of the leaves that stack a tensor of every layer.
+    """
 
-def _traced_step(step: Any, state: Any, batch: Any) -> tuple[ClosedJaxpr, Any, Any]:
-    """Return the program of a step for batches of these shapes, those of its results, and what `_program` returns."""
-    closed, shapes = jax.make_jaxpr(step.pure, return_shape=True)(state, batch)
-    return closed, shapes, _program(closed, jax.tree.leaves((state, batch)))
+    def __init__(self, step: Callable[..., Any], state: Any, stacked_shapes: Collection[tuple[int, ...]] = ()) -> None:
+        self._step, self._like = step, state
+        self._programs: dict[str, tuple[ClosedJaxpr, Any, Any]] = {}  # by the names and the shapes of a batch
+        self._recorder = _Recorder(stacked_shapes)
+        of_traced: dict[str, Any] = {"array": lambda x: _traced(x).value, "index": _Traced.layer, op.STACK: _stacked}
+        self._rule = record(self._recorder.visit, lift=self._recorder.given, **of_traced)
+
+    @property
+    def trace(self) -> Trace[Equation]:
+        """The values of all updates so far."""
+        return self._recorder.trace
+
+    @property
+    def gradients(self) -> Mapping[str, Any]:
+        """The gradients of the last update that are named (`_with_named_gradients`)."""
+        return self._recorder.gradients
+
+    def weight(self, x: Any) -> "_Traced":
+        """Return a leaf of the first state that PyTorch has too; the other leaves may be given as arrays."""
+        return self._recorder.add_input(x)
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        """Return the results of an update, as values with their sources."""
+        recorder, key = self._recorder, str(jax.tree.map(lambda x: (x.shape, x.dtype), batch))
+        if key not in self._programs:
+            closed, shapes = jax.make_jaxpr(self._step, return_shape=True)(self._like, batch)
+            program = _program(closed, jax.tree.leaves((self._like, batch)))
+            self._programs[key] = closed, jax.tree.structure(shapes), program
+        closed, structure, compute = self._programs[key]
+        inputs = jax.tree.leaves((state, jax.tree.map(recorder.add_batch, batch)))
+        if compute is not None:
+            recorder.computed = deque(compute(*(_traced(x).value for x in inputs)))
+        recorder.gradients = {}
+        outs = interpret(closed.jaxpr, closed.consts, inputs, self._rule)
+        return jax.tree.unflatten(structure, map(_traced, outs))
 
 
 def _with_named_gradients(loss_fn: Callable[..., Any]) -> Callable[..., Any]:

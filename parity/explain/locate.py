@@ -87,6 +87,23 @@ def locate(case: Case, *, seed: int = 0, steps: int = STEPS) -> Divergence | Non
     masks = dropout_masks(case, "fp64", accumulate=1, steps=steps, seed=seed)
     ours, our_ends = jax_trace(case, torch_side.initial_weights(case, seed), steps=steps, seed=seed)
     theirs, their_ends = torch_trace(case, steps=steps, seed=seed, masks=masks)
+    return first_difference(theirs, ours, their_ends, our_ends)
+
+
+def first_difference(
+    theirs: "Trace[Operation]", ours: "Trace[Equation]", their_ends: "Sequence[Results]", our_ends: "Sequence[End]"
+) -> Divergence | None:
+    """Return the first difference of two programs.
+
+    Args:
+      theirs: The values of PyTorch's.
+      ours: The values of JAX's.
+      their_ends: The results of PyTorch's steps.
+      our_ends: The results of JAX's.
+
+    Returns:
+      Where the programs first differ; None if they do not.
+    """
     return _Programs(theirs, ours, list(zip(their_ends, our_ends, strict=True))).first()
 
 

@@ -102,6 +102,18 @@ def torch_trace(case: Case, *, steps: int, seed: int, masks: list[Masks]) -> tup
     return recorder.trace, recorder.steps
 
 
+def module_lines(build: Callable[[], torch.nn.Module]) -> dict[str, str]:
+    """Return the lines that construct the modules of a model, by their paths.
+
+    Args:
+      build: Creates the model.
+    """
+    recorder = _Recorder(())
+    model = recorder.constructed(build)()
+    lines = {path: recorder.lines.get(module) for path, module in model.named_modules()}
+    return {path: source_line(*line) for path, line in lines.items() if line is not None}
+
+
 class _Recorder(TorchDispatchMode):
     """Records from the first loss on. Values are identified by their memory, which views and saved tensors share."""
 

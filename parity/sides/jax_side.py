@@ -150,10 +150,11 @@ def _init_in_float64(init: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the initial state of a program in 32 bits in float64: its numbers as they were written."""
     with jax.enable_x64(False):
         state = init(*args, **kwargs)
-    return jax.tree.map(_exactly, state)
+    return jax.tree.map(exactly, state)
 
 
-def _exactly(x: jax.Array) -> jax.Array:
+def exactly(x: jax.Array) -> jax.Array:
+    """Return a float32 array in float64, a scalar as it was written (`written_number`); others unchanged."""
     if x.dtype != np.float32:
         return x
     return jnp.float64(written_number(x.item())) if x.ndim == 0 else x.astype(np.float64)
