@@ -151,7 +151,8 @@ def arithmetic(m: Any, y: Tensor) -> Tensor:
 
 def powers(m: Any, y: Tensor) -> Tensor:
     m.power += 1
-    return y * m.power**2 - 2.0**m.power + (m.power + 1) ** -1 + 2**m.power
+    of_tensors = (m.power + 1) ** y + (m.power + 0.5) ** y - torch.cosh(y) ** m.power
+    return of_tensors + y * m.power**2 - 2.0**m.power + (m.power + 1) ** -1 + 2**m.power
 
 
 def rows_at_a_place(m: Any, y: Tensor) -> Tensor:
