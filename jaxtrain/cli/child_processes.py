@@ -78,13 +78,14 @@ class Processes:
 
     def _forward(self, number: int, stream: IO[bytes], out: IO[str]) -> None:
         """Forward the stream line by line, each prefixed with the process number."""
-        for line in stream:
-            with self._lock:
-                try:
-                    out.write(f"[{number}] {line.decode(errors='replace').rstrip()}\n")
-                    out.flush()
-                except OSError:  # the reader is gone: let the run save and stop
-                    self._signals = self._signals or [signal.SIGTERM]
+        with stream:
+            for line in stream:
+                with self._lock:
+                    try:
+                        out.write(f"[{number}] {line.decode(errors='replace').rstrip()}\n")
+                        out.flush()
+                    except OSError:  # the reader is gone: let the run save and stop
+                        self._signals = self._signals or [signal.SIGTERM]
 
     def _watch(self) -> Ended:
         """Wait for all processes; terminate the others once one has failed."""

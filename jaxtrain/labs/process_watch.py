@@ -4,6 +4,7 @@ A step is a collective of all processes. One that reads its data slowly, or is s
 step; its own step and phase tell the difference. What is slow on its devices alone is not seen here.
 """
 
+import itertools
 import json
 import statistics
 import threading
@@ -241,9 +242,7 @@ class ProcessWatch:
         return slow.metrics()
 
     def _watch(self) -> None:
-        number = 0
-        while not self._ended.wait(REPORT_SECONDS if number else 0):
-            number += 1
+        for number in itertools.count(1):
             step, phase, since = self._now
             spent = {**self._spent, phase: self._spent[phase] + time.monotonic() - since}
             report = Report(number, step, phase, spent[Phase.READ], spent[Phase.LOG])
@@ -252,6 +251,8 @@ class ProcessWatch:
                 if processes.is_first():
                     self._compare(processes.published("progress"))
             except (RuntimeError, ValueError):  # the first process has ended, and the store with it
+                return
+            if self._ended.wait(REPORT_SECONDS):
                 return
 
     def _compare(self, texts: Mapping[int, str]) -> None:

@@ -78,8 +78,14 @@ def entry(*lines):
     return f"HloModule jit_step, is_scheduled=true\n\nENTRY %main (x: bf16[64,32]) -> bf16[64,16] {{\n{body}\n}}\n"
 
 
-def test_launches_of_a_loop_count_once_an_iteration_and_slices_count_as_slices():
-    program = read(LOOP)
+HEAD, _, MAIN = LOOP.rpartition("ENTRY ")
+FIRST_COMPUTATION = HEAD.index("%fused_update (")
+ENTRY_FIRST = f"{HEAD[:FIRST_COMPUTATION]}ENTRY {MAIN}\n{HEAD[FIRST_COMPUTATION:]}"
+
+
+@pytest.mark.parametrize("hlo", [LOOP, ENTRY_FIRST], ids=["entry last", "entry first"])
+def test_launches_of_a_loop_count_once_an_iteration_and_slices_count_as_slices(hlo):
+    program = read(hlo)
     assert program.host_waits == 0
     moved = {launch.instruction.name: (launch.times, launch.moved) for launch in program.launches}
     assert moved["y"] == (4, 2 * 1024)
@@ -189,6 +195,15 @@ def test_results_that_update_an_operand_in_place_take_no_additional_memory():
     # The stacked array, and the new value of x, which may not take the place of the old one: the loop carries both.
     assert size == 4096
     assert [(buffer.shape, buffer.size_bytes) for buffer in buffers] == [("f32[4,256]", 4096)]
+
+
+def test_temporaries_of_a_loop_are_alive_beside_what_it_carries():
+    new = "  %y = f32[256]{0} fusion(%x),"
+    assert new in LOOP
+    hlo = LOOP.replace(new, f"  %wide = f32[512]{{0}} fusion(%x), calls=%fused_wide\n{new.replace('%x', '%wide')}")
+    size, buffers = peak_buffers(read(hlo).program, SourceLines(hlo))
+    assert size == 4096 + 2048
+    assert [buffer.shape for buffer in buffers] == ["f32[4,256]", "f32[512]"]
 
 
 def test_buffers_name_the_source_line():
@@ -330,7 +345,8 @@ def test_a_kernel_of_attention_counts_the_products_that_it_computes(kernel, resu
                 "%k = bf16[2,256,1,64]{3,2,1,0} parameter(2)",
                 "%mask = pred[2,1,128,256]{3,2,1,0} parameter(3)",
                 "%lse = f32[2,4,128]{2,1,0} parameter(4)",
-                f"ROOT %y = {result} custom-call(%first, %k, %mask, %q, %lse, %k), {call}",
+                "%bias = bf16[2,4,128,256]{3,2,1,0} parameter(5)",
+                f"ROOT %y = {result} custom-call(%first, %bias, %k, %mask, %q, %lse, %k), {call}",
             )
         )
 
@@ -341,19 +357,37 @@ def test_a_kernel_of_attention_counts_the_products_that_it_computes(kernel, resu
     assert program("other").launch_counts == {"Pallas kernel": 1}
 
 
-def test_a_transfer_counts_the_products_between_its_start_and_its_end():
-    program = read(
-        entry(
-            "%x = bf16[64,32]{1,0} parameter(0)",
-            "%w = bf16[32,16]{1,0} parameter(1)",
-            "%g = (bf16[64,32]{1,0}, bf16[128,32]{1,0}) all-gather-start(%x), replica_groups=[1,2]<=[2]",
-            CUBLAS,
-            "%whole = bf16[128,32]{1,0} all-gather-done(%g)",
-            "%s = f32[32]{0} all-reduce(%x), replica_groups=[1,2]<=[2], to_apply=%add",
-            "ROOT %out = bf16[64,16]{1,0} get-tuple-element(%y), index=0",
-        ),
-        {"data": 2},
+FUSED_PRODUCT = """
+%fused_dot (p.0: bf16[64,32], p.1: bf16[32,16]) -> (bf16[64,16], s8[0]) {
+  %p.0 = bf16[64,32]{1,0} parameter(0)
+  %p.1 = bf16[32,16]{1,0} parameter(1)
+  %dot = bf16[64,16]{1,0} dot(%p.0, %p.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %nothing = s8[0]{0} constant({})
+  ROOT %both = (bf16[64,16]{1,0}, s8[0]{0}) tuple(%dot, %nothing)
+}
+"""
+CALLS = {
+    "cuBLAS": CUBLAS,
+    "fusion": "%y = (bf16[64,16]{1,0}, s8[0]{0}) fusion(%x, %w), kind=kOutput, calls=%fused_dot",
+}
+
+
+def with_transfers(call):
+    """Return a program that gathers an array while it computes a product, and then adds one."""
+    text = entry(
+        "%x = bf16[64,32]{1,0} parameter(0)",
+        "%w = bf16[32,16]{1,0} parameter(1)",
+        "%g = (bf16[64,32]{1,0}, bf16[128,32]{1,0}) all-gather-start(%x), replica_groups=[1,2]<=[2]",
+        call,
+        "%whole = bf16[128,32]{1,0} all-gather-done(%g)",
+        "%s = f32[32]{0} all-reduce(%x), replica_groups=[1,2]<=[2], to_apply=%add",
+        "ROOT %out = bf16[64,16]{1,0} get-tuple-element(%y), index=0",
     )
+    return read(text.replace("\n\n", f"\n{FUSED_PRODUCT}\n", 1), {"data": 2})
+
+
+def test_a_transfer_counts_the_products_between_its_start_and_its_end():
+    program = with_transfers(CUBLAS)
     gather, reduction = program.transfers
     assert (gather.kind, gather.dtypes, gather.result_bytes) == ("all-gather", ("bf16",), 128 * 32 * 2)
     assert (gather.launches, gather.products) == (1, 1)
@@ -361,10 +395,16 @@ def test_a_transfer_counts_the_products_between_its_start_and_its_end():
     assert program.overlap == (1, 1)
     both = overlap(program.transfers, ("all-gather", "all-reduce"))
     assert both == (1 / 2, pytest.approx(128 * 32 / (128 * 32 + 64 * 32)))
-    # The product is shorter than the gather.
+
+
+@pytest.mark.parametrize("by", CALLS)
+def test_a_transfer_hides_the_time_of_the_launches_beside_it(by):
+    """The product, and what the fusion of one moves, are shorter than the gather."""
+    program = with_transfers(CALLS[by])
     both_seconds = sum(map(program.collective_seconds, program.communication.traffic))
-    assert program.exposed_seconds == pytest.approx(both_seconds - program.product_seconds, rel=1e-6)
-    assert program.seconds == pytest.approx(both_seconds, rel=1e-6)
+    hidden = program.product_seconds + program.traffic_seconds
+    assert both_seconds - program.exposed_seconds == pytest.approx(hidden, rel=1e-6, abs=0)
+    assert program.seconds == pytest.approx(both_seconds, rel=1e-9, abs=0)
 
 
 def test_the_operands_of_a_started_collective_are_not_sent_twice():

@@ -75,6 +75,8 @@ def test_one_pass_pads_the_last_batch(kind):
         assert [batch["weight"].tolist() for batch in batches] == [[1, 1], [1, 1], [1, 0]]
         assert sorted(x for batch in batches for x in batch["x"][batch["weight"] == 1].tolist()) == [0, 1, 2, 3, 4]
     assert len(list(epoch_batches(data, 2, limit=2))) == 2
+    with pytest.raises(UserError, match=r"^batch_size must be at least 1, got 0"):
+        next(epoch_batches(data, 0))
 
 
 @pytest.mark.parametrize("kind", ["mapping", "factory"])

@@ -46,13 +46,20 @@ def test_values_become_arrays_of_the_types_of_jax(value, dtype):
     assert jnp.asarray(array).dtype == dtype  # JAX converts it no further
 
 
-@given(st.lists(st.integers(-(2**40), 2**40), min_size=1))
+AT_BOUNDS = st.builds(
+    lambda sign, bits, more: sign * 2**bits + more, st.sampled_from([-1, 1]), st.integers(29, 65), st.integers(-2, 2)
+)
+
+
+@given(st.lists(st.integers(-(2**40), 2**40) | AT_BOUNDS, min_size=1, max_size=4))
 def test_integers_are_kept_or_refused(numbers):
-    if all(-(2**31) <= n < 2**31 for n in numbers):
-        assert as_array(np.array(numbers), "x", "example 0").tolist() == numbers
-    else:
-        with pytest.raises(UserError, match="int32 cannot hold"):
-            as_array(np.array(numbers), "x", "example 0")
+    """As Python's, which NumPy makes float64 or objects beyond 64 bits, and in an array."""
+    for given_as in (numbers, *([np.array(numbers)] if all(-(2**63) <= n < 2**63 for n in numbers) else [])):
+        if all(-(2**31) <= n < 2**31 for n in numbers):
+            assert as_array(given_as, "x", "example 0").tolist() == numbers
+        else:
+            with pytest.raises(UserError, match=r"int(32|64) cannot hold"):
+                as_array(given_as, "x", "example 0")
 
 
 def test_infinities_and_nan_are_kept_and_overflow_is_refused():

@@ -229,11 +229,6 @@ def test_evaluation_stops_at_its_limit_of_batches() -> None:
     assert [b["label"].tolist() for b in epoch_batches(numbered(9), 2, limit=2)] == [[0, 1], [2, 3]]
 
 
-def test_evaluation_with_an_invalid_batch_size_is_refused() -> None:
-    with pytest.raises(UserError, match="batch_size must be at least 1, got 0"):
-        next(epoch_batches(numbered(2), 0))
-
-
 def test_importing_the_loader_emits_no_warning() -> None:
     program = [sys.executable, "-W", "error", "-c", "import jaxtrain.data.loader"]
     assert subprocess.run(program, capture_output=True, check=True).stderr == b""

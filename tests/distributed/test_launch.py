@@ -1,9 +1,13 @@
 """`jaxtrain launch`: forwarded output and signals, and how a failing process ends the others."""
 
+import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -97,6 +101,31 @@ def test_a_signal_is_forwarded_once_and_all_processes_may_finish(number: signal.
         process.send_signal(number)
         assert process.stdout.read().splitlines() == [f"[0] saved [{number}]", f"[1] saved [{number}]"]
     assert process.returncode == 128 + number
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"),
+    [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM), (signal.SIGHUP, signal.SIGTERM)],
+)
+def test_a_signal_is_passed_on_and_that_of_a_closed_terminal_asks_to_save(
+    sent: signal.Signals, received: signal.Signals, tmp_path: Path
+) -> None:
+    waits = "got = {1, 2, 15}; signal.pthread_sigmask(signal.SIG_BLOCK, got); pathlib.Path(sys.argv[1]).touch()"
+    program = f"import pathlib, signal, sys; {waits}; sys.exit(128 + signal.sigwait(got))"
+
+    def send() -> None:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), sent)
+
+    before = signal.signal(sent, signal.default_int_handler)  # `nohup` ignores SIGHUP
+    try:
+        threading.Thread(target=send, daemon=True).start()
+        command = [sys.executable, "-c", program, str(tmp_path / "ready")]
+        ended = Processes(command, [{**os.environ}], LONG).run()
+    finally:
+        signal.signal(sent, before)
+    assert ended == Ended(128 + received, is_requested=True)
 
 
 def test_a_second_signal_ends_all_processes_at_once() -> None:

@@ -142,18 +142,22 @@ def test_the_block_in_which_an_overflow_originates_is_found(bad):
 
 
 @pytest.mark.parametrize("underflow", [1e-6, 1e-3])
-def test_a_scale_is_chosen_from_the_gradient_that_enters_the_block(underflow):
-    """Zhao et al. 2019, for gradients beyond float16's range on both sides, with an outlier, and for zeros."""
-    entering = np.random.default_rng(0).standard_normal((5, 999)).astype(np.float32)
-    entering *= np.ldexp(np.float32(1), [-70, -20, 17, 0, -13])[:, None]
-    entering[3], entering[4, 0] = 0, 2.0**9
+def test_a_scale_is_chosen_from_the_gradients_that_enter_the_block(underflow):
+    """Zhao et al. 2019, for gradients beyond float16's range on both sides, with an outlier, for zeros, and for two of
+    one block that are so far apart that the larger allows no scale at which the smaller keeps its share."""
+    exponents = {"near": [-70, -20, 17, 0, -13], "far": [-70, 10, 17, -20, -13]}
+    rng = np.random.default_rng(0)
+    entering = {name: np.ldexp(rng.standard_normal((5, 999)), np.array(x)[:, None]) for name, x in exponents.items()}
+    entering["near"][3], entering["near"][4, 0] = 0, 2.0**9
+    entering = {name: x.astype(np.float32) for name, x in entering.items()}
     backoff = np.array([1, 0.5, 1, 1, 1], np.float32)
-    layer = block(lambda w, x: x + 3 * w.astype(np.float16))
+    layer = block(lambda w, x: (x + 3 * w["near"].astype(np.float16), 3 * w["far"].astype(np.float16)))
 
     def loss(w):
         def step(total, of_step):
             w, entering = of_step
-            return total + (layer(w, np.zeros(999, np.float16)).astype(np.float32) * entering).sum(), None
+            near, far = (x.astype(np.float32) for x in layer(w, np.zeros(999, np.float16)))
+            return total + (near * entering["near"]).sum() + (far * entering["far"]).sum(), None
 
         return jax.lax.scan(step, jnp.float32(0), (w, entering))[0]
 
@@ -162,13 +166,16 @@ def test_a_scale_is_chosen_from_the_gradient_that_enters_the_block(underflow):
         return scale_blocks(loss, scales, probes, frozen=lambda path: False)(w)
 
     probes = BlockValues(*(jnp.zeros(5, np.float32) for _ in range(3)))
-    gradient, found = jax.grad(scaled, (0, 1))(np.ones_like(entering), probes)
+    gradients, found = jax.grad(scaled, (0, 1))(jax.tree.map(np.ones_like, entering), probes)
     assert not found.overflow.any()
-    for i, g in enumerate(entering.astype(np.float64)):
-        smallest = 2.0**-24 / (np.sqrt(2) * erfinv(underflow) * np.sqrt(np.square(g).mean())) if g.any() else 1
-        highest = 65504 / 16 / np.abs(g).max() if g.any() else 1
+    for i in range(5):
+        of_block = [x[i].astype(np.float64) for x in entering.values() if x[i].any()]
+        smallest = max(2.0**-24 / (np.sqrt(2) * erfinv(underflow) * np.sqrt(np.square(g).mean())) for g in of_block)
+        highest = min(65504 / 16 / np.abs(g).max() for g in of_block)
         expected = min(2.0 ** np.ceil(np.log2(smallest)), 2.0 ** np.floor(np.log2(highest)))
         assert found.scale[i] == backoff[i] * expected
-        # Rounded in float16 at this scale, twice.
-        inside = (3 * (g * float(found.scale[i])).astype(np.float16)).astype(np.float64)
-        np.testing.assert_array_equal(gradient[i], (inside / float(found.scale[i])).astype(np.float32))
+        for name, x in entering.items():
+            # Rounded in float16 at this scale, twice.
+            inside = (3 * (x[i].astype(np.float64) * float(found.scale[i])).astype(np.float16)).astype(np.float64)
+            rounded = (inside / float(found.scale[i])).astype(np.float32)
+            np.testing.assert_array_equal(gradients[name][i], rounded)

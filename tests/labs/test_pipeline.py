@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.distributed import make_mesh, shard
@@ -81,6 +83,27 @@ def test_models_that_a_pipeline_cannot_divide_are_refused(name, options, message
     batch = run.batch(np.random.default_rng(0))
     with pytest.raises(UserError, match=message):
         step.jitted.lower(step.shapes(params, model_state=model_state), step.place(batch))
+
+
+def test_an_update_of_layers_that_pass_on_integers_equals_that_of_one_device():
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(4, 3, 3)), "head": rng.normal(size=(3, 1))}
+    batch = {"x": rng.normal(size=(8, 3))}
+
+    def loss_fn(params, batch, rng):
+        del rng
+        layer = jt.block(lambda w, x, n: (jax.numpy.tanh(x @ w) * (1 + n % 2).astype(x.dtype), n + 1))
+        (x, n), _ = jax.lax.scan(lambda carry, w: (layer(w, *carry), None), (batch["x"], np.int32(0)), params["w"])
+        return jt.Loss.of((x @ params["head"]) ** 2 * n.astype(x.dtype)), {}
+
+    def updated(mesh):
+        step = jt.train_step(loss_fn, optax.sgd(0.1), precision="fp64", accumulate=2)
+        step = step if mesh is None else shard(step, mesh, {"w": P(None, None, None), "head": P()})
+        return jax.device_get(step(step.init(params), batch)[0].params)
+
+    mesh = make_mesh("pipeline=2", jax.devices()[:2])
+    with jax.enable_x64(True):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12), updated(mesh), updated(None))
 
 
 MESHES = [

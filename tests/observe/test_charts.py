@@ -11,7 +11,7 @@ from jaxtrain.observe.charts import average_points, chart_data, charts, thin_poi
 from jaxtrain.observe.log_line import LogLine
 from jaxtrain.observe.run_record import Record, read_record
 
-from .runs import write_run
+from .runs import line, write_run
 
 
 def with_numbers(record: Record, numbers: dict) -> Record:
@@ -68,6 +68,12 @@ def test_a_run_has_a_chart_per_metric_and_marks_skipped_updates(tmp_path):
     assert run["series"]["eval_loss"]["values"] == [3.0, 0.142857, 0.0731707]
     # 40 steps of 0.02 s, at 400 examples a second.
     assert [column[-1] for column in run["clock"]] == [40, 0.8, 320.0]
+
+
+def test_the_clock_has_a_point_for_each_step_however_often_it_is_logged(tmp_path):
+    record = read_record(write_run(tmp_path / "run"))
+    lines = [LogLine.from_json(line(step)) for step in (10, 20, 20, 10, 30)]
+    assert [point.step for point in replace(record, metrics=lines).clock] == [0, 10, 20, 30]
 
 
 def test_an_unknown_metric_has_a_separate_chart_and_groups_share_that_of_learning_rates(tmp_path):

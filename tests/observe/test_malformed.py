@@ -28,7 +28,7 @@ ROLLBACK = {
     "lr/a": 1,
 }
 KINDS = ("activations", "activation_gradients", "weights", "weight_gradients")
-MAGNITUDES = dict.fromkeys(KINDS, [0] * len(Magnitudes("float16", ()).edges))
+MAGNITUDES = dict.fromkeys(KINDS, [2**40] * len(Magnitudes("float16", ()).edges))
 PRECISION = {"dtype": "float16", "gradient_dtype": "float16", "loss_scale": 8.0, "layers": {"model": MAGNITUDES}}
 FILES = {
     "config.json": CONFIG | {"source": {"file": "x.py", "sha256": "0"}, "git_commit": None, "earlier": [CONFIG]},

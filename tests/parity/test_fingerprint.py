@@ -3,7 +3,20 @@
 import numpy as np
 import pytest
 
-from parity.compare.fingerprint import NOISE, Fingerprint, Trace, counterparts, distances, fingerprint
+from parity.compare.fingerprint import NOISE, Fingerprint, Trace, correct, counterparts, distances, fingerprint
+
+
+@pytest.mark.parametrize("name", ["reduce_max", "amax", "aten.min", "sum", "square"])
+def test_what_a_correct_value_was_computed_from_is_correct_unless_it_is_an_extremum(name: str) -> None:
+    trace: Trace[str] = Trace()
+    x = trace.add_input(np.array([1.0, 2.0, 4.0]))
+    y = trace.add(np.array([3.0, 7.0, 11.0]), x, "affine")
+    z = trace.add(np.array(11.0), y, name)
+    sources = frozenset() if name.endswith(("max", "min")) else x | y
+    everywhere = range(len(trace.values))
+    assert correct(trace, z, everywhere) == z | sources
+    assert correct(trace, y | z, everywhere) == x | y | z
+    assert correct(trace, z, forward=()) == z
 
 
 def test_a_sum_that_cancels_is_not_matched() -> None:

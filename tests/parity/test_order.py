@@ -1,6 +1,7 @@
 """Values with the same elements in another order are located where the order changes."""
 
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,17 @@ def test_permutations_have_different_orders(theirs: np.ndarray, ours: np.ndarray
     assert comparable(order(theirs), order(ours))
 
 
+@pytest.mark.parametrize("heads", [2, 4, 5, 10])
+def test_a_value_whose_last_axis_is_split_and_whose_axes_are_then_exchanged_is_the_same(heads: int) -> None:
+    x = np.random.default_rng(0).standard_normal((3, 7, 20))
+    split = x.reshape(3, 7, heads, -1)
+    for axes in permutations(range(4)):
+        trace: Trace[str] = Trace()
+        value = trace.add(x, trace.add_input(X), "x")
+        assert trace.add(split, value, "split") == trace.add(split.transpose(axes), value, "exchanged") == value
+        assert trace.add(split.transpose(axes)[::-1], value, "reversed") != value
+
+
 def test_the_order_of_a_permuted_parameter_is_not_held_against_the_values_computed_from_it() -> None:
     w, x = X[0, 0], X[0, :, 0]
     ours: Trace[str] = Trace()
@@ -68,14 +80,15 @@ def test_the_order_of_a_permuted_parameter_is_not_held_against_the_values_comput
 
 
 class Attention(torch.nn.Module):
-    """Attention without projections, with biases of the distance, of its magnitude and of that to the past."""
+    """Attention without projections, with biases of the distance, of its magnitude and of that to the past, and a loss
+    of the parameters of two layers, which JAX stacks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.near = torch.nn.Parameter(torch.randn(2 * LENGTH))
         self.far = torch.nn.Parameter(torch.randn(2 * LENGTH))
         self.past = torch.nn.Parameter(torch.randn(2 * LENGTH))
-        self.scale = torch.nn.Parameter(torch.rand(HEADS * WIDTH) + 0.5)
+        self.scales = torch.nn.ParameterList([torch.rand(HEADS * WIDTH) + 0.5 for _ in range(2)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         at = torch.arange(LENGTH)
@@ -83,7 +96,8 @@ class Attention(torch.nn.Module):
         bias = self.near[distance + LENGTH] + self.far[distance.abs()] + self.past[distance.clamp(max=0).neg()]
         scores = torch.einsum("bqhd,bkhd->bhqk", x, x) + bias
         merged = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), x).flatten(-2)
-        return (merged * self.scale).sin().sum()
+        penalty = sum(scale.square().sum() for scale in self.scales)
+        return (merged * self.scales[0] * self.scales[1]).sin().sum() + penalty
 
 
 def attention(bug: str = "") -> Case:
@@ -98,16 +112,18 @@ def attention(bug: str = "") -> Case:
             scores = jnp.einsum("bqhd,bkhd->bhqk", x, x) + bias
             heads = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), x)
             merged = (heads.swapaxes(2, 3) if bug == "heads" else heads).reshape(BATCH, LENGTH, -1)  # heads
-            return jaxtrain.Loss(jnp.sin(merged * params["scale"]).sum(), weight=BATCH), {}
+            first, second = params["scales"]
+            penalty = jnp.square(params["scales"]).sum()
+            return jaxtrain.Loss(jnp.sin(merged * first * second).sum() + penalty, weight=BATCH), {}
 
-    shapes = {"near": (2 * LENGTH,), "far": (2 * LENGTH,), "past": (2 * LENGTH,), "scale": (HEADS * WIDTH,)}
+    shapes = {"near": (2 * LENGTH,), "far": (2 * LENGTH,), "past": (2 * LENGTH,), "scales": (2, HEADS * WIDTH)}
     return Case(
         name="attention",
         torch_model=Attention,
         torch_loss=lambda model, batch: (model(batch["x"]), BATCH),
         loss_fn=loss_fn,
         params_like={name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()},
-        names=NameTable({name: TorchParam(name) for name in shapes}),
+        names=NameTable({name: TorchParam("scales.{layer}" if name == "scales" else name) for name in shapes}),
         batch=lambda seed, rows: {
             "x": np.random.default_rng(seed).standard_normal((rows, LENGTH, HEADS, WIDTH), np.float32)
         },

@@ -140,9 +140,9 @@ def test_models_of_text_get_the_mask_and_the_positions_of_their_batch() -> None:
 
 def test_the_truth_of_convolutions_is_pytorchs_result_with_both_gradients() -> None:
     rng = np.random.default_rng(0)
-    x, w, dy = (rng.standard_normal(shape) for shape in ((2, 4, 5, 3), (3, 3, 3, 2), (2, 4, 5, 2)))
+    x, w, dy = (rng.standard_normal(shape) for shape in ((2, 4, 5, 3), (5, 7, 3, 2), (2, 4, 5, 2)))
     image, kernel = (torch.from_numpy(a).requires_grad_() for a in (x, w))
-    y = F.conv2d(image.permute(0, 3, 1, 2), kernel.permute(3, 2, 0, 1), padding=1).permute(0, 2, 3, 1)
+    y = F.conv2d(image.permute(0, 3, 1, 2), kernel.permute(3, 2, 0, 1), padding=(2, 3)).permute(0, 2, 3, 1)
     y.backward(torch.from_numpy(dy))
     found = products_check.convolution_truth(x, w, dy)
     given: Any = (("result", y), ("gradient of x", image.grad), ("gradient of w", kernel.grad))

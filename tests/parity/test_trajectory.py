@@ -14,9 +14,11 @@ from jaxtrain.interop import NameTable, TorchParam
 from parity.bars import LAST_BAR
 from parity.case import Case
 from parity.cases.built_in import gpt2_case, mlp_case
+from parity.compare.reference import REORDERINGS, live_reference
 from parity.compare.trajectory import trajectory
 from parity.optimizer import AdamW, Optimizer
 from parity.run import check, examine
+from parity.settings import settings_of
 from parity.sides import torch_side
 
 CHAOTIC, STABLE = 1.5, 0.1
@@ -140,11 +142,15 @@ def test_weights_one_ulp_off_are_the_adjacent_floats() -> None:
             assert apart.max() <= (2 * eps if precision == "fp64" else eps)
 
 
-def test_the_noise_of_a_single_row_is_measured_by_one_ulp_alone() -> None:
-    one_row = dataclasses.replace(wells(STABLE), rows=1)
-    verdict = check(one_row, "fp32", steps=4)
+@pytest.mark.parametrize(("rows", "accumulate"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_the_noise_of_a_single_row_is_measured_by_one_ulp_alone(rows: int, accumulate: int) -> None:
+    case = dataclasses.replace(wells(STABLE), rows=rows)
+    reference = live_reference(case, "fp32", settings_of(case, steps=4, accumulate=accumulate))
+    one_row = rows == accumulate
+    assert [len(reference.reordered), len(reference.one_ulp)] == ([0, REORDERINGS] if one_row else [REORDERINGS, 0])
+    verdict = check(case, "fp32", steps=4, accumulate=accumulate)
     assert verdict.passed, verdict.faults
-    assert verdict.trajectory is not None
+    assert (verdict.trajectory is not None) == one_row
 
 
 @pytest.mark.nightly

@@ -11,12 +11,14 @@ from flax import nnx
 from jax import lax
 
 import jaxtrain as jt
+from jaxtrain.errors import UserError
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
 from jaxtrain.passes.memory.remat import remat as rematerialize
 from jaxtrain.passes.numerics.autocast import autocast
 from jaxtrain.passes.policies import POLICIES, policy
 from jaxtrain.program.equations import visit
+from jaxtrain.run import run_policy
 from tests.passes.operands import W, X, dtypes_of, operands_of
 
 CONFIG = GPT2Config(vocab_size=19, n_positions=8, n_embd=16, n_layer=2, n_head=2, dropout=0.1)
@@ -115,6 +117,22 @@ def test_bf16_params_computes_and_keeps_everything_in_bfloat16():
     out = pure.apply(lambda params, x, rng: (x @ params["w"], jnp.exp(x), rng))(params, X, None)
     assert [x.dtype.name for x in out[:2]] == ["bfloat16", "bfloat16"]
     assert out[2] is None
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_run_excludes_kernels_by_patterns_where_products_are_in_8_bits(name):
+    def excluded(patterns):
+        return run_policy(jt.Recipe(precision=name, fp8_exclude=patterns)).fp8.exclude
+
+    assert run_policy(jt.Recipe(precision=name)) == policy(name)
+    if policy(name).fp8 is None:
+        with pytest.raises(UserError, match=rf"^fp8_exclude 'head/\*' has no effect in {name}: use it with"):
+            excluded("head/*")
+        return
+    assert [excluded(patterns) for patterns in ("head/*", "a/*,b")] == [("head/*",), ("a/*", "b")]
+    for patterns in ("", ",", "head/*,", " , head/*"):
+        with pytest.raises(UserError, match=r"has an empty pattern: use patterns such as 'head/\*'"):
+            excluded(patterns)
 
 
 def test_policies_compose():

@@ -27,6 +27,7 @@ from jaxtrain.cost.memory import host_memory
 from jaxtrain.cost.roofline import estimate_seconds
 from jaxtrain.cpu.workspace import cpu_workspace
 from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.planning.candidate import compile_for_target
 from jaxtrain.planning.gradient_sums import GradientSums
 from jaxtrain.planning.search import Candidate, choice_notes, plan
 from jaxtrain.recipes import RECIPES
@@ -160,6 +161,18 @@ def test_layers_are_unrolled_if_the_program_compiles_in_minutes(monkeypatch, lau
     assert [c.recipe.unroll for c in found.candidates] == ([False, True] if is_unrolled else [False])
     notes = choice_notes(dataclasses.replace(found, chosen=found.candidates[0]))
     assert ["would have 15,001 launches" in note for note in notes] == ([] if is_unrolled else [True])
+
+
+@pytest.mark.parametrize(("remat", "mesh", "devices"), [("none", None, 1), ("full", None, 1), ("full", "data=4", 4)])
+def test_the_flops_of_a_gpu_that_is_not_here_are_those_of_the_model_without_recomputation(
+    remat, mesh, devices, monkeypatch
+):
+    compiled = SimpleNamespace(peak_bytes=0, alias_bytes=0, mesh={} if mesh is None else {"data": devices}, seconds=1.0)
+    monkeypatch.setattr(sys.modules[Candidate.__module__], "gpu_program", lambda *args, **options: compiled)
+    recipe = dataclasses.replace(RECIPE, hidden=32, remat=remat, mesh=mesh)
+    found = compile_for_target(recipe, recipe.task(), find_target("h100"))
+    # Forward, and by the weights; by the inputs but for the first layer's.
+    assert found.flops == 2 * 64 * (3 * 64 * 32 - 64 * 32 + 3 * 32 * 10) // devices
 
 
 def test_a_note_reports_batch_norm():

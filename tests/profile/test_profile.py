@@ -11,6 +11,7 @@ import pytest
 from jaxtrain.cost.data_sheets import CPU
 from jaxtrain.cost.roofline import estimate_seconds
 from jaxtrain.errors import RunFailed
+from jaxtrain.folder_files import UnsafeFile
 from jaxtrain.models.attention import attention
 from jaxtrain.profile.estimate import estimate_table
 from jaxtrain.profile.kinds import KINDS, kind_of_kernel, kind_of_opcodes
@@ -154,6 +155,17 @@ def test_a_trace_without_operations_has_an_empty_table(tmp_path):
     with StepTrace(tmp_path):
         pass
     assert time_table(newest_trace(tmp_path), "") == []
+
+
+@pytest.mark.parametrize("place", ["", "plugins", "plugins/profile"])
+def test_a_trace_is_not_written_through_a_link(place, tmp_path):
+    folder, outside = tmp_path / "profile" / place, tmp_path / "outside"
+    outside.mkdir()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.symlink_to(outside)
+    with pytest.raises(UnsafeFile), StepTrace(tmp_path / "profile"):
+        pass
+    assert not [*outside.iterdir()]
 
 
 def layered(x, w, q):

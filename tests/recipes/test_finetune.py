@@ -118,8 +118,10 @@ def test_targets_choose_linear_layers_by_their_whole_paths():
     assert not re.fullmatch(adapter_targets(decoder, ".*/q/kernel"), "layers/o/kernel")
 
 
-def test_a_model_and_examples_are_required(capsys):
-    assert main(["train", "finetune"]) == 2
+@pytest.mark.parametrize("given", ["", "--model given", "--data given"])
+def test_a_model_and_examples_are_required(given, capsys):
+    Path("given").mkdir()
+    assert main(f"train finetune {given}".split()) == 2
     assert capsys.readouterr().err == (
         "jaxtrain: fine-tuning needs a model and examples: use --model FOLDER --data FILE\n"
     )

@@ -50,9 +50,12 @@ def test_exact_match_agrees_with_greedy_decoding() -> None:
 def test_padding_has_no_weight_and_does_not_change_the_loss() -> None:
     short, long = SMALL.task(), small(source_len=40, target_len=20).task()
     rows = range(3)
-    one, other = (jax.jit(task.loss_fn)(short.params, batch(task.train, rows), None)[0] for task in (short, long))
+    (one, metrics), (other, _) = (
+        jax.jit(task.loss_fn)(short.params, batch(task.train, rows), None) for task in (short, long)
+    )
     assert float(one.weight) == float(other.weight) == 3 * 11
     np.testing.assert_allclose(one.total, other.total, rtol=1e-5)
+    assert metrics["exact_match"].total == 0  # untrained
 
 
 def test_a_table_is_read_by_its_columns(write_table) -> None:

@@ -230,10 +230,19 @@ def test_the_loop_over_micro_batches_casts_no_kernel():
     assert casts_of_kernels(visit(traced)) == 2
 
 
-def test_the_plan_counts_gathered_kernels_in_8_bits():
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_plan_counts_gathered_parameters_in_the_dtype_in_which_they_are_used(accumulate):
+    """Rows of the embedding are taken before they are rounded, and the bias is not divided by fsdp."""
+
     def kept(name):
-        step = shard(jt.train_step(loss_fn, optax.sgd(1.0), precision=name), make_mesh("fsdp=4"), RULES)
-        return gathered_bytes(step, step.shapes(PARAMS), {"tokens": jax.ShapeDtypeStruct((16, 8), np.int32)}, 1)
+        step = jt.train_step(loss_fn, optax.sgd(1.0), precision=name, accumulate=accumulate)
+        window = (16, 8) if accumulate == 1 else (accumulate, 16, 8)
+        step = shard(step, make_mesh("fsdp=4"), RULES)
+        tokens = jax.ShapeDtypeStruct(window, np.int32)
+        return gathered_bytes(step, step.shapes(PARAMS), {"tokens": tokens}, accumulate)
 
     kernels = 2 * LAYERS * WIDTH * HIDDEN
-    assert kept("bf16") - kept("fp8") == kept("bf16") - kept("fp8_delayed") == kernels
+    embedding = head = WIDTH * VOCABULARY
+    assert kept("fp32") == 4 * (embedding + kernels + head)
+    assert kept("bf16") == 4 * embedding + 2 * (kernels + head)
+    assert kept("fp8") == kept("fp8_delayed") == 4 * embedding + kernels + 2 * head

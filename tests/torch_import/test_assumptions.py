@@ -285,6 +285,25 @@ def test_a_batch_of_several_parts_is_checked_in_each() -> None:
     assert model.failed_assumption({name: x[:1] for name, x in window.items()}) is None
 
 
+def test_what_one_branch_assumes_is_checked_where_a_batch_takes_it() -> None:
+    class CutIfAny(Cut):
+        def forward(self, x: Tensor, n: Tensor) -> Tensor:
+            return super().forward(x, n) if (n > 0).any() else self.linear(x)
+
+    module = CutIfAny()
+    model = from_torch(module, lengths(4))
+    untaken = {**lengths(5), "n": -np.arange(ROWS)}
+    for batch in (lengths(4), untaken):
+        assert model.failed_assumption(batch) is None
+        expected = module(**{name: torch.tensor(x) for name, x in batch.items()})
+        np.testing.assert_allclose(model(model.params, batch)[0], expected.detach(), rtol=1e-5)
+    message = model.failed_assumption(lengths(5))
+    assert message is not None
+    assert "reads 5 where it read 4" in message
+    with pytest.raises(UserError, match="reads 5 where it read 4"):
+        model(model.params, lengths(5))
+
+
 def test_numbers_that_operations_take_are_not_assumed() -> None:
     class Scaled(nn.Linear):
         def forward(self, x: Tensor, n: Tensor) -> Tensor:

@@ -151,7 +151,8 @@ def arithmetic(m: Any, y: Tensor) -> Tensor:
 
 def powers(m: Any, y: Tensor) -> Tensor:
     m.power += 1
-    return y * m.power**2 - 2.0**m.power + (m.power + 1) ** -1 + 2**m.power
+    of_tensors = (m.power + 1) ** y + (m.power + 0.5) ** y - torch.cosh(y) ** m.power
+    return of_tensors + y * m.power**2 - 2.0**m.power + (m.power + 1) ** -1 + 2**m.power
 
 
 def rows_at_a_place(m: Any, y: Tensor) -> Tensor:
@@ -310,6 +311,23 @@ def test_what_nothing_depends_on_is_left_out() -> None:
     assert [*model.state] == ["h"]
     assert {*model.left_out} == {"calls", "last"}
     equal(model, module)
+
+
+def read_in_evaluation(m: Any, y: Tensor) -> Tensor:
+    if m.training:
+        m.seen = y.detach()
+    return y if m.training else y - m.seen
+
+
+def test_what_evaluation_alone_reads_is_state() -> None:
+    torch.manual_seed(0)
+    module = Carrying(Kind(lambda: {"seen": torch.ones(4, 3)}, read_in_evaluation))
+    model = imported(module)
+    x, other = batches()[:2]
+    _, state = model(model.params, x, jax.random.key(0), model.state)
+    module(torch.tensor(x))
+    expected = module.eval()(torch.tensor(other)).detach()
+    np.testing.assert_allclose(model(model.params, other, None, state)[0], expected, rtol=1e-12, atol=1e-12)
 
 
 def undetached(m: Any, y: Tensor) -> Tensor:

@@ -50,6 +50,22 @@ def copy_to_data(part: Any, new: torch.Tensor) -> None:
     part.mean.data.mul_(0).add_(new)
 
 
+class Delayed(nn.Module):
+    """A running sum, and two buffers that are its value before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i, name in enumerate(("now", "last", "kept")):
+            self.register_buffer(name, torch.arange(3, **F64) + i)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.last.copy_(self.now)
+            self.kept.copy_(self.now)
+            self.now.add_(x.mean(0))
+        return x * self.last + self.now * self.kept
+
+
 def fill_diagonal(module: Any, x: torch.Tensor) -> torch.Tensor:
     square = ((x * module.w).T @ x).fill_diagonal_(5.0)
     return (square * x[:3, :, None]).fill_diagonal_(2.0) * module.w
@@ -59,9 +75,9 @@ def packed(module: Any, x: torch.Tensor) -> Any:
     sequences = pack_padded_sequence(
         (x * module.w)[..., None], torch.tensor([2, 3, 1, 3]), batch_first=True, enforce_sorted=False
     )
-    outputs, (hidden, cell) = module.rnn(sequences)
+    outputs, last = module.rnn(sequences)
     padded, _ = pad_packed_sequence(outputs, batch_first=True, padding_value=0.5)
-    return padded, hidden, cell
+    return padded, last
 
 
 def only_if_finite(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -94,11 +110,14 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "assigned_buffer": lambda: Function(lambda m, x: m.part(x * m.w), part=Average(assign)),
     "assigned_data": lambda: Function(lambda m, x: m.part(x * m.w), part=Average(assign_data)),
     "changed_data": lambda: Function(lambda m, x: m.part(x * m.w), part=Average(copy_to_data)),
+    "copied_buffers": lambda: Function(lambda m, x: m.part(x * m.w), part=Delayed()),
     "spectral_norm": lambda: nn.Sequential(parametrizations.spectral_norm(dense(3, 4)), dense(4, 2)),
     "weight_norm_of_all": lambda: parametrizations.weight_norm(dense(3, 4), dim=None),
     "cumulative_batch_norm": lambda: nn.BatchNorm1d(3, momentum=None, **F64),
     "fill_diagonal": lambda: Function(fill_diagonal),
     "packed": lambda: Function(packed, rnn=nn.LSTM(1, 2, 2, batch_first=True, bidirectional=True, **F64)),
+    "packed_gru": lambda: Function(packed, rnn=nn.GRU(1, 2, batch_first=True, bidirectional=True, **F64)),
+    "packed_rnn": lambda: Function(packed, rnn=nn.RNN(1, 2, 2, nonlinearity="relu", batch_first=True, **F64)),
     "projected": lambda: Function(lambda m, x: m.rnn(x * m.w), rnn=nn.LSTM(3, 4, proj_size=2, **F64)),
     "checkpoint": lambda: Function(
         lambda m, x: checkpoint(m.layer, x * m.w, use_reentrant=True), layer=nn.Sequential(dense(3, 3), nn.Tanh())

@@ -209,3 +209,36 @@ def test_embeddings() -> None:
     for padding, scaled in itertools.product((-1, 0, 2), (False, True)):
         calls.add("embedding.default", normal(4, 3), np.array([[0, 2, 2], [1, 0, 0]]), padding, scaled)
     calls.check()
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("shape", [(2, 4, 3), (3, 4), (3, 3)])
+def test_singular_vectors_are_a_basis_of_the_shape_of_pytorchs(shape: tuple[int, ...], full: bool) -> None:
+    """Vectors are unique up to their signs, and those that `full_matrices` adds have no gradient."""
+    x, k = normal(*shape), min(shape[-2:])
+
+    def product(x: Any) -> Any:
+        u, s, vh = TABLE["aten._linalg_svd.default"](x, full)
+        return u[..., :k] * s[..., None, :] @ vh[..., :k, :], (u, s, vh)
+
+    found, pulled_back, parts = jax.vjp(product, jnp.asarray(x.numpy()), has_aux=True)
+    for ours, theirs in zip(parts, torch.linalg.svd(x, full), strict=True):
+        assert ours.shape == theirs.shape
+    u, s, vh = map(np.asarray, parts)
+    np.testing.assert_allclose(s, torch.linalg.svdvals(x), rtol=BOUND)
+    for basis in (u.swapaxes(-1, -2) @ u, vh @ vh.swapaxes(-1, -2)):
+        np.testing.assert_allclose(basis, np.broadcast_to(np.eye(basis.shape[-1]), basis.shape), rtol=0, atol=BOUND)
+    weights = normal(*shape, seed=1).numpy()
+    np.testing.assert_allclose(found, x, rtol=0, atol=BOUND)
+    np.testing.assert_allclose(pulled_back(jnp.asarray(weights))[0], weights, rtol=0, atol=BOUND)
+
+
+@pytest.mark.parametrize("n", range(4))
+def test_polygammas_and_their_derivatives_are_those_of_pytorch(n: int) -> None:
+    """XLA's series is accurate to 1e-9."""
+    x = torch.tensor([0.3, 1.7, 8.0, -0.6], dtype=torch.float64, requires_grad=True)
+    expected = torch.special.polygamma(n, x)
+    (derivative,) = torch.autograd.grad(expected.sum(), x)
+    ours, pulled_back = jax.vjp(lambda x: TABLE["aten.polygamma.default"](n, x), jnp.asarray(x.detach().numpy()))
+    np.testing.assert_allclose(ours, expected.detach(), rtol=1e-9)
+    np.testing.assert_allclose(pulled_back(jnp.ones(4))[0], derivative, rtol=1e-9)

@@ -225,7 +225,7 @@ def _counted_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]
             _check_replace(*map(_text, given[:3]))
         elif name == "format":
             _check_format(_text(given[0]), given[1:], "%")
-        elif name == "sum" and isinstance(kwargs.get("start", given[-1] if given[1:] else 0), str | list | tuple):
+        elif name == "sum" and isinstance(kwargs.get("start", [0, *args[skipped + 2 :]][-1]), str | list | tuple):
             raise TemplateLimit("sum adds numbers only")
         return _spent(filter(*args, **kwargs))
 

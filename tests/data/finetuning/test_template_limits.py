@@ -1,8 +1,10 @@
 """A chat template may be any program: it ends, in bounded time and memory, or is refused in one line."""
 
+import re
 import resource
 from datetime import datetime
 
+import jinja2
 import pytest
 
 from jaxtrain.data.finetuning import ChatTemplate, template_limits
@@ -65,6 +67,7 @@ LARGE = {
     "translate": LONG + "{{ x.translate({97: x})|length }}",
     "wordwrap": LONG + "{{ x|wordwrap(1, true, x)|length }}",
     "sum": "{{ ([[1] * 10000] * 10000)|sum(start=[])|length }}",
+    "positional sum": "{{ ([[1] * 10000] * 10000)|sum(none, [])|length }}",
     "text of a list": LONG + "{{ [x] * 99999 }}",
     "round": "{{ 1.5|round(1000000000, 'ceil') }}",
     "kept": "{% set ns = namespace(x=[]) %}"
@@ -114,6 +117,44 @@ def test_a_long_conversation_is_rendered():
     template = ChatTemplate(source, "chat_template.jinja", {}, datetime(2026, 1, 1))
     text = template.render([{"role": "user", "content": f" {i} " + "x" * 1000}] * 2000 if (i := 7) else [])
     assert text.count("<user>") == 2000
+
+
+TEXT, NUMBERS, ROWS = "'a bc <d>\\nef'", "[3, 1, 2, 1]", "[{'k': 'b', 'n': 2}, {'k': 'a', 'n': 1}, {'k': 'b', 'n': 3}]"
+FILTERS = {
+    TEXT: (
+        *("capitalize", "center(20)", "center(width=20)", "count", "d('x')", "default('x')", "e", "escape", "first"),
+        *("forceescape", "indent", "indent(2)", "indent('> ', true)", "indent(3, first=true, blank=true)"),
+        *("int(7)", "join", "join('-')", "last", "length", "list", "lower", "map('upper')|list", "random|length"),
+        *("replace('a', 'xy')", "replace('a', 'b', 1)", "reverse", "safe", "sort|list", "string", "striptags", "title"),
+        *("trim", "trim('af')", "truncate(5, true, '…', 0)", "unique|list", "upper", "urlencode", "wordcount"),
+        *("wordwrap(4)", "wordwrap(4, true, '| ')", "wordwrap(2, break_long_words=false)"),
+    ),
+    NUMBERS: (
+        *("batch(3)|list", "batch(3, 0)|list", "first", "join", "join(', ')", "last", "length", "list", "max", "min"),
+        *("map('string')|list", "reject('odd')|list", "select('odd')|list", "reverse|list", "slice(3)|list"),
+        *("slice(3, 0)|list", "sort", "sort(reverse=true)", "sum", "sum(start=5)", "unique|list"),
+    ),
+    ROWS: (
+        *("groupby('k')|list", "map(attribute='n')|list", "map(attribute='x', default=0)|list", "sum('n', 1)"),
+        *("rejectattr('k', 'equalto', 'a')|list", "selectattr('n', 'gt', 1)|list", "sort(attribute='k,n')"),
+        *("join('; ', attribute='k')", "min(attribute='n')", "first|items|list", "first|dictsort", "first|xmlattr"),
+        *("first|attr('k')", "sum(attribute='n')", "unique(attribute='k')|list"),
+    ),
+    "-2.5": ("abs", "float", "int", "round", "round(1)", "round(0, 'floor')", "filesizeformat"),
+    "'%s of %05.1f'": ("format('a', 2)", "format(none, 1.25)"),
+}
+
+
+@pytest.mark.parametrize("value", FILTERS, ids=["text", "numbers", "rows", "number", "format"])
+def test_filters_are_those_of_jinja2(value):
+    sources = [f"{{{{ {value}|{call} }}}}" for call in FILTERS[value]]
+    environment = jinja2.Environment()
+    assert [*map(render, sources)] == [environment.from_string(source).render() for source in sources]
+
+
+def test_every_filter_of_jinja2_is_compared_or_left_out():
+    compared = {name for calls in FILTERS.values() for call in calls for name in re.findall(r"(?:^|\|)(\w+)", call)}
+    assert compared | {*template_limits._WITHOUT, "tojson"} == jinja2.filters.FILTERS.keys() | {"lipsum"}
 
 
 def test_what_templates_use_is_computed_as_before():

@@ -170,8 +170,7 @@ def _sum(a: Number, b: Any, sign: int) -> Any:
 
 
 def _power(a: Any, b: Any) -> Any:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return arithmetic(torch.pow)[0](a, b)
+    """Return a power of two numbers; PyTorch computes that of a number and a tensor, by `__torch_function__`."""
     integers = isinstance(a, Number) and a.kind is int and type(b) is int and b >= 0
     operands = _operands(a, b, not integers)
     return NotImplemented if operands is None else Number(torch.pow(*operands))
