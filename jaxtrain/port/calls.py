@@ -119,6 +119,7 @@ class Program(NamedTuple):
       roots: The tensors that the calls read and none of them made.
       kept: Other tensors that the calls make, which a later program reads.
       parts: The losses that the loss is the sum of, if `backward` was called on each.
+      leaves: The roots that require a gradient and are no parameters.
     """
 
     calls: tuple[Call, ...]
@@ -126,6 +127,7 @@ class Program(NamedTuple):
     roots: tuple[Value, ...]
     kept: tuple[Value, ...] = ()
     parts: tuple[Value, ...] = ()
+    leaves: frozenset[Value] = frozenset()
 
 
 class Interval(NamedTuple):
@@ -141,6 +143,7 @@ class Interval(NamedTuple):
       sizes: Sizes of the tensors that it made.
       carried: The tensors that were there before it, and that the model computed.
       parts: As of `Program`.
+      leaves: The tensors that require a gradient, are no parameters, and were not computed.
     """
 
     calls: tuple[Call, ...]
@@ -151,6 +154,7 @@ class Interval(NamedTuple):
     sizes: Mapping[Value, tuple[int, ...]]
     carried: frozenset[Value]
     parts: tuple[Value, ...] = ()
+    leaves: frozenset[Value] = frozenset()
 
     def program(self, follows: Callable[[Call], bool], kept: Sequence[Value] = ()) -> Program:
         """Return the calls that the loss depends on.
@@ -174,7 +178,7 @@ class Interval(NamedTuple):
         if self.loss not in made:
             read[self.loss] = None
         roots = tuple(value for value in read if value not in made)
-        return Program(tuple(found), self.loss, roots, tuple(kept), self.parts)
+        return Program(tuple(found), self.loss, roots, tuple(kept), self.parts, self.leaves.intersection(roots))
 
 
 def separate(call: Call) -> list[Call]:

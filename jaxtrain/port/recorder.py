@@ -107,6 +107,7 @@ class Recorder(TorchFunctionMode):
                 self._numbers[key]: tuple(x.shape) for key, x in self._held.items() if self._numbers[key] in self._made
             },
             carried=frozenset(x for x in before if self._origins.get(x, Origin.OTHER) & Origin.MODEL),
+            leaves=frozenset(x for x, key in identities.items() if _is_leaf(self._held[key])),
         )
 
     def end_interval(self) -> None:
@@ -236,6 +237,10 @@ class Recorder(TorchFunctionMode):
                 other = Line(file, frame.f_lineno, frame.f_code.co_name)
             frame = frame.f_back
         return other or Line(self.script, 1, "<module>")
+
+
+def _is_leaf(x: torch.Tensor) -> bool:
+    return x.requires_grad and x.is_leaf and not isinstance(x, torch.nn.Parameter)
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,8 @@ class _Writer:
 
     def forward(self) -> FunctionType:
         """Return the function."""
-        body = [self._read_kept(name) for name in self._carried]
+        body = [self._leaf(name) for value, name in self._inputs.items() if value in self._program.leaves]
+        body += [self._read_kept(name) for name in self._carried]
         statements = [self._statements(i, call) for i, call in enumerate(self._program.calls)]
         lead = self._lead if self._restore is None else 0
         body += self._after_update([*itertools.chain(*statements[:lead])]) if lead else []
@@ -124,6 +125,12 @@ class _Writer:
         for statement in added:
             _place(statement, lead[0].lineno)
         return [added[0], *lead, added[1]]
+
+    def _leaf(self, name: str) -> ast.stmt:
+        """Return the statement from which on an input requires a gradient."""
+        detached = ast.Call(ast.Attribute(ast.Name(name, ast.Load()), "detach", ast.Load()), [], [])
+        leaf = ast.Call(ast.Attribute(detached, "requires_grad_", ast.Load()), [], [])
+        return ast.Assign([ast.Name(name, ast.Store())], leaf)
 
     def _read_kept(self, name: str) -> ast.stmt:
         """Return the statement that reads what the program before has kept, or what is given anew."""

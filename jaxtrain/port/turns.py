@@ -97,6 +97,7 @@ def joined(before: Sequence[Backward], own: Sequence[Backward]) -> Backward:
         sizes=sizes,
         carried=frozenset(x for b in (*before, *own) for x in b.interval.carried if x not in made_here),
         parts=tuple(b.interval.loss for b in own) if len(own) > 1 else (),
+        leaves=frozenset(x for b in (*before, *own) for x in b.interval.leaves),
     )
     names: Mapping[Value, str] = {key: name for b in (*before, *own) for key, name in b.names.items()}
     return replace(last, interval=interval, loss=value, names=names, leaves={})
