@@ -4,7 +4,7 @@ from typing import Any
 
 import optax
 
-from jaxtrain.step.update.clip import clip_grad_norm, clip_grad_value
+from jaxtrain.step import clip_grad_norm, clip_grad_value
 
 
 def clipped(
