@@ -144,11 +144,14 @@ def understood(recording: Recording) -> Training:
         pass
     try:
         return _with_cut(recording, optimizers[0])
-    except UserError:
+    except UserError as error:
         if all(len(update.backwards) == 1 for update in recording.updates):
             raise
-        (joined,) = of_turns(recording, optimizers)
-        return _joined(_with_cut(joined, optimizers[0]))
+        try:
+            (joined,) = of_turns(recording, optimizers)
+            return _joined(_with_cut(joined, optimizers[0]))
+        except UserError:
+            raise error from None
 
 
 def _joined(training: Training) -> Training:

@@ -113,7 +113,7 @@ def test_a_state_that_begins_as_zeros_is_carried(tmp_path: Path) -> None:
 
 
 BUGS = {
-    "rate": ('"rate": batch["rate"]', '"rate": 2 * batch["rate"]'),
+    "rate": ('batch.pop("rate")', '2 * batch.pop("rate")'),
     "padding": ("loss = port.unless", "port.unless"),
     "state of a filled window": ("new_state = port.unless", "port.unless"),
     "weight of a window": ("1 / 3", "1 / 2"),

@@ -295,11 +295,17 @@ def test_a_short_pass_has_the_first_batches_and_the_last(rows: int, count: int, 
     assert (len(batches), len(calls)) == (count, left_out)
 
 
-def test_windows_of_batches_that_differ_in_size_are_refused(tmp_path: Path) -> None:
-    path = script(tmp_path, step="if i % 2: optimizer.step(); optimizer.zero_grad()")
+def test_windows_of_batches_that_differ_in_size_are_one_program(tmp_path: Path) -> None:
+    path = script(tmp_path, backward="(loss / 2).backward()", step="if i % 2: optimizer.step(); optimizer.zero_grad()")
     path.write_text(path.read_text().replace("batch_size=8", "batch_size=9"))  # six batches, the last one of five rows
-    with pytest.raises(UserError, match="the micro-batches of a window differ in size"):
-        understood(record(path, [], 9))
+    training = understood(record(path, [], 9))
+    check_rerun(training)
+    assert training.cut is not None
+    assert training.cut.is_joined
+    assert [[tuple(x.shape) for x in inputs.batch_of(b).values()] for b, inputs in training.programs] == [
+        [(9, 6), (9,), (9, 6), (9,)],
+        [(9, 6), (9,), (5, 6), (5,)],
+    ]
 
 
 def test_a_scheduler_of_a_metric_is_refused(tmp_path: Path) -> None:
