@@ -21,7 +21,7 @@ from jaxtrain.interop import NameTable
 from jaxtrain.port import micro_batch, shapes, turn
 from jaxtrain.port.cut import PADDING
 from jaxtrain.port.ported import Ported, program_module
-from jaxtrain.port.recipe_source import PRECISIONS
+from jaxtrain.port.recipe_source import PRECISIONS, loss_scale
 from jaxtrain.port.recording import Clip
 from jaxtrain.port.rerun import like, set_start
 from jaxtrain.port.understand import Training
@@ -29,7 +29,7 @@ from jaxtrain.run import Recipe, load_recipe
 from jaxtrain.runner import frozen, optimizer_expression, recipe_optimizer
 from parity.attestation import environment
 from parity.case import Batch, Case
-from parity.cases.recipe_case import moments_of
+from parity.cases.recipe_case import NAMED, moments_of
 from parity.optimizer import Optimizer
 from parity.report import Result, waiting
 from parity.report.page_case import page_case
@@ -103,6 +103,8 @@ def _changed_settings(result: Ported, recipe: Recipe) -> list[str]:
         "accumulate": training.accumulate,
         "clip_norm": training.clip.bound if training.clip is not None and not training.clips_itself else None,
         "precision": PRECISIONS[training.autocast],
+        **{field.name: field.default for field in dataclasses.fields(Recipe) if field.name in NAMED},
+        "loss_scale": loss_scale(training),
     }
     given = {name: getattr(recipe, name) for name in theirs}
     return [

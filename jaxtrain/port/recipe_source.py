@@ -174,7 +174,7 @@ def _settings(result: Ported) -> dict[str, tuple[str, Any, str]]:
         found["accumulate"] = ("int", training.accumulate, "")
     if training.autocast is not None:
         found["precision"] = ("str", PRECISIONS[training.autocast], _at(_first_autocast(training)))
-    if (scale := _loss_scale(training)) is not None:
+    if (scale := loss_scale(training)) is not None:
         found["loss_scale"] = ("str | None", scale, "")
     if more := sum(len(turn.programs) for turn in training.of_turns) - 1:
         why = "a program for each optimizer" if training.turns else "batches differ in size"
@@ -204,7 +204,8 @@ def _first_autocast(training: Training) -> Line:
     return next(call.line for call in calls if call.ambient.autocast is not None)
 
 
-def _loss_scale(training: Training) -> str | None:
+def loss_scale(training: Training) -> str | None:
+    """Return the loss scale of a script as an expression; None for the one that its precision has."""
     if not training.is_scaled:
         return "static_loss_scale(scale=1.0)" if training.autocast == torch.float16 else None
     scaler, first = training.recording.scaler, training.recording.updates[0].scale

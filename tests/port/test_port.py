@@ -41,6 +41,8 @@ BUGS = {
     "rate": ("optimizer", lambda text: text.replace("learning_rate=0.1", "learning_rate=0.1001")),
     "momentum": ("optimizer", lambda text: text.replace("momentum=0.9", "momentum=0.91")),
     "bound": ("clip_norm", lambda bound: bound * 1.01),
+    "moving average": ("ema", lambda _: 0.9),
+    "loss scale": ("loss_scale", lambda _: "static_loss_scale(scale=2.0)"),
 }
 
 
