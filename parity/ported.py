@@ -19,6 +19,7 @@ from rich.console import Console
 from jaxtrain.cost import flops
 from jaxtrain.interop import NameTable
 from jaxtrain.port import micro_batch, shapes, turn
+from jaxtrain.port.clamps import Bounds
 from jaxtrain.port.cut import PADDING
 from jaxtrain.port.ported import Ported, program_module
 from jaxtrain.port.recipe_source import PRECISIONS, loss_scale
@@ -309,7 +310,9 @@ def _optimizer(
     ]
     optimizer = like(result.training.optimizer, groups)
     if (clip := result.training.clip) is not None and result.training.clips_itself:
-        return _Clipped(optimizer, clip)
+        optimizer = _Clipped(optimizer, clip)
+    if clamps := result.training.clamps:
+        optimizer = _Clamped(optimizer, {by_name[names[key]]: clamp.bounds for key, clamp in clamps.items()})
     return optimizer
 
 
@@ -328,6 +331,21 @@ class _Clipped(torch.optim.Optimizer):
         unhooked(self._optimizer)
         for p, grad in zip(parameters, before, strict=True):
             p.grad = grad
+
+
+class _Clamped(torch.optim.Optimizer):
+    """An optimizer that clamps parameters after its update."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, bounds: Mapping[torch.nn.Parameter, Bounds]) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self._optimizer, self._bounds, self.state = optimizer, bounds, optimizer.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update and clamp."""
+        unhooked(self._optimizer)
+        with torch.no_grad():
+            for p, bounds in self._bounds.items():
+                p.clamp_(*bounds)
 
 
 class _Recorded:

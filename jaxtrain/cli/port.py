@@ -126,6 +126,7 @@ def _found(training: Any) -> Iterator[tuple[str, str]]:
         *(["GradScaler"] if training.is_scaled else []),
         *([f"accumulate {training.accumulate}"] if training.accumulate > 1 else []),
         *([f"{clip.function.strip('_')} {clip.bound:g}"] if clip else []),
+        *(["parameters are clamped"] if any(turn.clamps for turn in turns) else []),
     ]
     yield "found", " · ".join(parts)
     for turn in turns:

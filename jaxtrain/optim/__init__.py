@@ -15,6 +15,7 @@ from jaxtrain.optim.asgd import asgd
 from jaxtrain.optim.batch_size import EffectiveBatch
 from jaxtrain.optim.blockwise_quantization import BLOCK as BLOCK
 from jaxtrain.optim.blockwise_quantization import Blockwise as Blockwise
+from jaxtrain.optim.clamped import clamped
 from jaxtrain.optim.clipped import clipped
 from jaxtrain.optim.dynamic_map import SIGNED as SIGNED
 from jaxtrain.optim.dynamic_map import UNSIGNED as UNSIGNED
@@ -59,6 +60,7 @@ __all__ = [
     "all_but",
     "asgd",
     "at_turn",
+    "clamped",
     "clipped",
     "groups",
     "muon",

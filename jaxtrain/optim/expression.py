@@ -21,6 +21,7 @@ from jaxtrain.optim.adagrad import adagrad
 from jaxtrain.optim.adamax import adamax
 from jaxtrain.optim.adamw import adam, adamw
 from jaxtrain.optim.asgd import asgd
+from jaxtrain.optim.clamped import clamped
 from jaxtrain.optim.clipped import clipped
 from jaxtrain.optim.eight_bit import adam8bit, adamw8bit, sgd8bit
 from jaxtrain.optim.groups import groups
@@ -46,6 +47,7 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
     "added": added,
     "asgd": asgd,
     "at_turn": at_turn,
+    "clamped": clamped,
     "clipped": clipped,
     "muon": muon,
     "nadam": nadam,

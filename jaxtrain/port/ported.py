@@ -9,6 +9,7 @@ import torch
 from jaxtrain.interop import live_expression
 from jaxtrain.optim import Call, Expression
 from jaxtrain.port import shapes
+from jaxtrain.port.clamps import Bounds
 from jaxtrain.port.refused import refused_at
 from jaxtrain.port.replay import recorded_module
 from jaxtrain.port.rerun import new_optimizer, set_start
@@ -121,7 +122,43 @@ def _optimizer(training: Training, module: torch.nn.Module, model: ImportedModel
                 call.arguments[name] = Call("rate_of_metric", {"name": rates[i]})  # type: ignore[index]
             elif isinstance(value, Call) and training.is_by_epoch:
                 call.arguments[name] = Call("held", {"schedule": value, "every": training.epoch})  # type: ignore[index]
-    return _clipped(found, training)
+    return _clamped(_clipped(found, training), training, module, model)
+
+
+def _clamped(found: Expression, training: Training, module: torch.nn.Module, model: ImportedModel) -> Expression:
+    """Return an optimizer that clamps parameters, each to its bounds."""
+    if not training.clamps:
+        return found
+    bounds = _bounds_of_paths(training, module, model)
+    if isinstance(found, Call) and len({*bounds.values()}) == 1:
+        return _with_bounds(found, bounds.popitem()[1])
+    groups: dict[tuple[str, Bounds], list[str]] = {}
+    calls = {" ".join(bounds): found} if isinstance(found, Call) else found
+    for paths in calls:
+        for path in paths.split():
+            groups.setdefault((paths, bounds[path]), []).append(path)
+    return {" ".join(own): _with_bounds(calls[paths], its) for (paths, its), own in groups.items()}
+
+
+def _bounds_of_paths(training: Training, module: torch.nn.Module, model: ImportedModel) -> dict[str, Bounds]:
+    """Return what the parameters of a model are clamped to, by path."""
+    trained = {id(p) for group in training.optimizer.param_groups for p in group["params"]}
+    own = {name: id(p) for name, p in module.named_parameters() if id(p) in trained}
+    found: dict[str, Bounds] = {}
+    for path, param in model.names.params.items():
+        keys = [key for name, key in own.items() if param.has(model.names.tied.get(name, name))]
+        its = {training.clamps[key].bounds if key in training.clamps else (None, None) for key in keys}
+        if len(its) > 1:
+            line = next(training.clamps[key].line for key in keys if key in training.clamps)
+            raise refused_at("layers that are a loop are clamped unlike", line, "clamp all of them alike")
+        if its:
+            found[path] = its.pop()
+    return found
+
+
+def _with_bounds(optimizer: Call, bounds: Bounds) -> Call:
+    given = {name: x for name, x in zip(("minimum", "maximum"), bounds, strict=True) if x is not None}
+    return Call("clamped", {"optimizer": optimizer, **given}) if given else optimizer
 
 
 def _clipped(found: Expression, training: Training) -> Expression:

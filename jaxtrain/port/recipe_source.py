@@ -162,10 +162,12 @@ def _settings(result: Ported) -> dict[str, tuple[str, Any, str]]:
     steps, data = _length(training)
     optimizer = _at(recording.optimizers[id(training.optimizer)])
     schedule = "" if training.scheduler is None else f", {_at(recording.schedulers[id(training.scheduler)])}"
+    lines = dict.fromkeys(clamp.line for turn in training.of_turns for clamp in turn.clamps.values())
+    clamps = "".join(f", {_at(line)}" for line in lines)
     found: dict[str, tuple[str, Any, str]] = {
         "steps": ("int", *steps),
         "batch_size": ("int", training.rows * training.accumulate, data),
-        "optimizer": ("str", format_expression(result.optimizer), optimizer + schedule),
+        "optimizer": ("str", format_expression(result.optimizer), optimizer + schedule + clamps),
         "clip_norm": ("float | None", None, "")
         if training.clip is None or training.clips_itself
         else ("float | None", training.clip.bound, _at(training.clip.line)),

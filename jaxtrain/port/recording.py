@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jaxtrain.port.calls import Interval, Program, Value
+from jaxtrain.port.clamps import Clamp
 from jaxtrain.torch_import import Line
 
 
@@ -99,6 +100,7 @@ class Update:
       passes: Numbers of the DataLoaders whose passes ended since the update before.
       scale: The scale of the `GradScaler`; None without one.
       line: The line of the script that stepped.
+      clamps: What parameters are clamped to before the next update, by identity.
     """
 
     backwards: list[Backward] = field(default_factory=list)
@@ -111,6 +113,7 @@ class Update:
     passes: list[int] = field(default_factory=list)
     scale: float | None = None
     line: Line | None = None
+    clamps: dict[int, Clamp] = field(default_factory=dict)
 
 
 class Pass(NamedTuple):

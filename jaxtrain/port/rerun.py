@@ -7,6 +7,7 @@ the script, which nobody thought of, is found here.
 
 import functools
 import inspect
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from jaxtrain.errors import UserError, format_location
 from jaxtrain.port.calls import Program
+from jaxtrain.port.clamps import Clamp
 from jaxtrain.port.recording import Backward, Clip, Update
 from jaxtrain.port.replay import recorded_module
 from jaxtrain.port.script import digest
@@ -67,6 +69,15 @@ def _check_update(
     optimizer.step()
     if [digest(p) for p in parameters] != update.after:
         raise _differs("a parameter", number, update.line)
+    clamp(parameters, update.clamps)
+
+
+def clamp(parameters: Iterable[torch.Tensor], to: Mapping[int, Clamp]) -> None:
+    """Clamp parameters to their bounds, by identity."""
+    with torch.no_grad():
+        for p in parameters:
+            if id(p) in to:
+                p.clamp_(to[id(p)].minimum, to[id(p)].maximum)
 
 
 def set_start(training: Training) -> None:

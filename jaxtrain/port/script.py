@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from jaxtrain.errors import UserError
 from jaxtrain.port.calls import OF_BATCH, Value, tensors_in
+from jaxtrain.port.clamps import without_clamps
 from jaxtrain.port.recorder import Recorder, recorded_calls
 from jaxtrain.port.recording import Backward, Clip, Leaf, Pass, Recording, Update
 from jaxtrain.port.refused import Refused, Stop, refused_at
@@ -112,6 +113,7 @@ class Watch:
         self.recording, self.recorder = Recording(), Recorder(script)
         self._most, self._progress, self._ends_at = updates, progress, ends_at
         self._update = Update()
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._leaves: dict[Value, Leaf] = {}
         self._started: dict[int, int] = {}
         self._scaled: dict[int, tuple[torch.Tensor, float]] = {}
@@ -192,6 +194,7 @@ class Watch:
         self.recording.loaders.append(Pass(loader, line))
 
     def _made_optimizer(self, optimizer: Any, line: Line) -> None:
+        self._optimizers.append(optimizer)
         self.recording.optimizers[id(optimizer)] = line
 
     def _iterate(self, loader: Any) -> Iterator[Any]:
@@ -257,7 +260,10 @@ class Watch:
 
     def program(self, loss: torch.Tensor, scale: float | None, line: Line) -> Backward:
         """Return the program of a loss."""
-        interval = self.recorder.interval(loss)
+        trained = {id(p) for optimizer in self._optimizers for p in _parameters(optimizer)}
+        interval, clamps = without_clamps(self.recorder.interval(loss), trained)
+        if self.recording.updates:
+            self.recording.updates[-1].clamps |= clamps
         program = interval.program(lambda call: bool(call.origin & OF_BATCH))
         names, numbers = self._variables(interval.identities)
         return Backward(

@@ -11,6 +11,7 @@ import torch
 
 from jaxtrain.errors import UserError
 from jaxtrain.port.calls import Value
+from jaxtrain.port.clamps import Clamp, bounds
 from jaxtrain.port.cut import Cut, Feed
 from jaxtrain.port.find_cut import cut
 from jaxtrain.port.inputs import Inputs, changed, free, of_batches
@@ -47,6 +48,7 @@ class Training:
       kept_like: Tensors of the shapes of those that these keep for each other, by name.
       evaluated: Identities of the parts of its modules that are in evaluation mode.
       is_turn: Whether it is one of several turns.
+      clamps: What its parameters are clamped to after an update, by identity.
     """
 
     recording: Recording
@@ -68,6 +70,7 @@ class Training:
     kept_like: Mapping[str, torch.Tensor] = field(default_factory=dict)
     evaluated: frozenset[int] = frozenset()
     is_turn: bool = False
+    clamps: Mapping[int, Clamp] = field(default_factory=dict)
 
     @property
     def of_turns(self) -> tuple["Training", ...]:
@@ -184,6 +187,9 @@ def _in_turn(recording: Recording, optimizers: Sequence[torch.optim.Optimizer]) 
     ]
     for training in found:
         _check_turn(training)
+    clamped = {key for training in found for key in training.clamps}
+    for clamp in (clamp for u in recording.updates for key, clamp in u.clamps.items() if key not in clamped):
+        raise refused_at("parameters are clamped before an update", clamp.line, "clamp them after each update")
     return replace(found[0], recording=recording, turns=tuple(found))
 
 
@@ -314,6 +320,7 @@ def _training(
         autocast=_autocast(backwards),
         is_scaled=is_scaled,
         evaluated=_evaluated(backwards, modules),
+        clamps=_clamps(recording.updates, optimizer),
         **of_data,
     )
 
@@ -482,6 +489,19 @@ def _clip(updates: Sequence[Update], optimizer: torch.optim.Optimizer, is_scaled
     if not trained <= {*clip.parameters}:
         raise refused_at("some of the trained parameters are clipped", clip.line, "clip all of them")
     return clip
+
+
+def _clamps(updates: Sequence[Update], optimizer: torch.optim.Optimizer) -> dict[int, Clamp]:
+    """Return what the parameters of an optimizer are clamped to after each of its updates."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    stepped = [update for update in updates if update.optimizer is not None]
+    first = bounds(stepped[0].clamps, own)
+    for i, update in enumerate(stepped):
+        its = bounds(update.clamps, own)
+        if its != first and (its or i < len(stepped) - 1):  # what follows the last one is not recorded
+            line = next(iter((update.clamps or stepped[0].clamps).values())).line
+            raise refused_at("parameters are clamped after some updates alone", line, "clamp them after every update")
+    return {key: clamp for key, clamp in stepped[0].clamps.items() if key in own}
 
 
 def _scheduler(recording: Recording, optimizer: torch.optim.Optimizer, loader: int | None) -> tuple[Any, bool]:

@@ -147,7 +147,7 @@ def _of_expression(expression: Expression, ours: Any, exempt: Callable[[str], bo
 
 def moments_of(expression: Expression, ours: optax.GradientTransformation, params_like: Any) -> dict[str, str]:
     """Return PyTorch's names of the moments that have the shapes of the parameters, of one group."""
-    while isinstance(expression, Call) and expression.function == "clipped":
+    while isinstance(expression, Call) and expression.function in ("clamped", "clipped"):
         expression = expression.arguments["optimizer"]
     # Those of Rprop and Adafactor start from other numbers than zero, also those of frozen parameters.
     if not isinstance(expression, Call) or expression.function in ("adafactor", "rprop"):

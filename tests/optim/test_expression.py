@@ -56,6 +56,7 @@ def test_every_public_optimizer_and_schedule_can_be_used_in_an_expression():
     assert public - {"rate_of_metric", "reduce_lr_on_plateau", "scale_by_learning_rate"} == set(OPTIMIZERS) - {
         "added",
         "at_turn",
+        "clamped",
         "clipped",
     }
     own = {name for name, fn in vars(optim.schedules).items() if inspect.isfunction(fn) and name[0] != "_"}

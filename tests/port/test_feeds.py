@@ -104,12 +104,29 @@ def test_a_state_that_begins_as_zeros_is_carried(tmp_path: Path) -> None:
         "        out, states = model(torch.randn(2, 8, 6), states); loss = out.square().mean()",
         end="states = torch.zeros(1, 8, 3), torch.zeros(1, 8, 3)",
     )
+    path.write_text(path.read_text().replace("for i, (x, y) in enumerate(loader):", "for i in range(7):"))
     training = trained(path)
     check_rerun(training)
     assert training.cut is not None
     assert len(training.cut.carried) == 2
     flags = [bool(micro["is_carried"]) for _, window in training.windows() for micro in window]
     assert flags == [i % 7 > 0 for i in range(14)]
+
+
+def test_an_input_may_require_a_gradient(tmp_path: Path) -> None:
+    """As the real images of a gradient penalty do."""
+    path = script(
+        tmp_path,
+        forward="real = torch.autograd.Variable(x, requires_grad=True); out = model(real)\n"
+        "        slope = torch.autograd.grad(out.sum(), real, create_graph=True)[0]\n"
+        "        loss = criterion(out, y) + slope.square().mean()",
+    )
+    path.write_text(path.read_text().replace("batch_size=8,", "batch_size=8, drop_last=True,"))
+    training = trained(path, 8)
+    check_rerun(training)
+    result = ported(training)
+    write(result, path, [], tmp_path)
+    assert prove(result, tmp_path, "slope").passed
 
 
 BUGS = {
