@@ -69,6 +69,7 @@ class Case:
       module: The user's own module, if `torch_model` returns that one. It is set back after every use.
       outputs: What an imported module returns, compared too (`parity.compare.outputs`); None for the loss alone.
       is_large: Whether a step computes so much that its program is worth optimizing.
+      turns: Number of updates until each parameter has had one, if several optimizers take turns.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Case:
     module: "torch.nn.Module | None" = None
     outputs: Outputs | None = None
     is_large: bool = False
+    turns: int = 1
 
     def __post_init__(self) -> None:
         from jaxtrain.errors import UserError

@@ -170,8 +170,15 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case
         settings={"accumulate": recipe.accumulate, "steps": len(training.recording.updates)},
         precision=recipe.precision,
         module=module,
+        turns=_turns(result.training),
         is_large=flops(task.loss_fn, like.params, windows[0], jax.random.key(0), *_state(like)) > _LARGE,
     )
+
+
+def _turns(training: Training) -> int:
+    """Return the number of updates until each optimizer has made one."""
+    numbers = [number for number, _ in training.by_turn()]
+    return 1 + max(map(numbers.index, {*numbers}))
 
 
 def _loss(training: Training) -> Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], tuple[torch.Tensor, Any]]:

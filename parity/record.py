@@ -19,6 +19,15 @@ def as_pairs(x: np.ndarray) -> np.ndarray:
     return np.stack([x.real, x.imag], -1) if np.iscomplexobj(x) else x
 
 
+def added(a: Tensors | None, b: Tensors) -> Tensors:
+    """Return the sum of gradients; the second ones alone if there are no others.
+
+    >>> added({"w": np.ones(2)}, {"w": np.ones(2)})["w"].tolist()
+    [2.0, 2.0]
+    """
+    return b if a is None else {name: a[name] + x for name, x in b.items()}
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """The state of a run at one moment: parameters, the optimizer's moments by PyTorch's names, and buffers."""
@@ -55,8 +64,8 @@ class Record:
 
     Attributes:
       losses: Mean loss of each step's batch before its update, float64[steps].
-      grads: Gradients of the first update, unscaled and clipped.
-      first: State after the first update.
+      grads: Gradients of the first update, unscaled and clipped; the sum of those of `Case.turns` updates.
+      first: State after the first update, or after `Case.turns` updates.
       last: State after the last step.
       scales: Loss scale at the start and after each step, float64[steps + 1]; 1 without scaling.
       grad_norms: Unscaled gradient norms before clipping, float64[steps].

@@ -6,6 +6,7 @@ are those of `jaxtrain.models`.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jaxtrain.models.layers.dropout import dropout
@@ -44,6 +45,21 @@ def batch_norm(
         return y, {}
     count = buffers["num_batches_tracked"] + 1
     return y, {"num_batches_tracked": count, "running_mean": new_mean, "running_var": new_var}
+
+
+def load_buffers(path: Path) -> dict[str, Any]:
+    """Return the arrays of a safetensors file by name: those of float64, which JAX would round, as arrays of NumPy.
+
+    Args:
+      path: The file.
+    """
+    from safetensors import safe_open
+    from safetensors.flax import load_file
+
+    with safe_open(path, framework="np") as file:
+        names = [*file.keys()]
+        wide = {name: file.get_tensor(name) for name in names if file.get_slice(name).get_dtype() == "F64"}
+    return {**load_file(path), **wide}
 
 
 def without_autocast(fn: Callable[[], Any]) -> Any:

@@ -20,7 +20,7 @@ from jaxtrain.torch_import.graph import COND, Graph, Node, has_gradient_inside, 
 from jaxtrain.torch_import.graph_model import GraphModel, Key, Params, refuse_beyond_int32
 from jaxtrain.torch_import.insertion_order import check_leaves, in_order, order_of
 from jaxtrain.torch_import.interpret import first_draw
-from jaxtrain.torch_import.ops.int64 import FLOAT64, has_64_bits
+from jaxtrain.torch_import.ops.int64 import FLOAT64, has_64_bits, rounds
 from jaxtrain.torch_import.refusals import refusal
 from jaxtrain.torch_import.rewrites.channels_last import with_channels_last
 from jaxtrain.torch_import.rewrites.grouped_queries import with_grouped_queries
@@ -269,7 +269,8 @@ class ImportedModel(GraphModel):
         path.write_text(text, encoding="utf-8")
         arrays = {"params": self.params, **({"buffers": buffers} if buffers else {})}
         for name, tensors in arrays.items():
-            save_file(jax.tree.map(jnp.asarray, tensors), path.with_name(f"{name}.safetensors"))
+            kept = jax.tree.map(lambda x: x if rounds(x) else jnp.asarray(x), tensors)
+            save_file(kept, path.with_name(f"{name}.safetensors"))
         return [path, *(path.with_name(f"{name}.safetensors") for name in arrays)]
 
     def _source(self, has_evaluation: bool = True) -> tuple[str, dict[str, jax.Array]]:

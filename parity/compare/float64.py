@@ -58,11 +58,12 @@ def _compared(
 
 
 def _beside_one_ulp(case: Case, precision: str, examination: Examination, settings: Settings) -> Examination:
-    """Compare parameters that differ again, beside PyTorch's runs from weights one ulp off.
+    """Compare parameters and buffers that differ again, beside PyTorch's runs from weights one ulp off.
 
-    An optimizer that divides a gradient by its own size makes visible steps of rounding noise.
+    An optimizer that divides a gradient by its own size makes visible steps of rounding noise. The running mean of a
+    batch norm follows such steps of a bias before it.
     """
-    if not all(fault.startswith("params") for fault in examination.verdict.faults):
+    if not all(fault.startswith(("params", "buffers")) for fault in examination.verdict.faults):
         return examination
     second = judge(examination.ours, live_reference(case, precision, settings, judged=0))
     note = "parameters whose gradient is rounding noise are as far apart as in PyTorch's runs from weights one ulp off"

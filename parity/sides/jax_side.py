@@ -23,7 +23,7 @@ from parity.oracle.in_jax import in_float64, rounding_errors
 from parity.oracle.literal import written_number
 from parity.oracle.program import program_in_float64
 from parity.progress import report
-from parity.record import Record, Snapshot, Tensors
+from parity.record import Record, Snapshot, Tensors, added
 from parity.settings import fp8_policy, in_double
 
 
@@ -120,7 +120,7 @@ class Program:
         params, model_state = from_torch(case, weights)
         state = self._init(params, model_state=arrays(model_state, self.precision), seed=seed)
         losses, norms, scales = [], [], [float(current_scale(state.loss_scale))]
-        first = None
+        grads, after_first, updates = None, None, 0
 
         for step, batch in enumerate(case.batches(seed, steps)):
             if step:
@@ -132,12 +132,12 @@ class Program:
             losses.append(float(metrics["loss"]))
             norms.append(float(metrics["grad_norm"]))
             scales.append(float(current_scale(state.loss_scale)))
-            if first is None and metrics["applied"]:
-                first = observe(case, state)
+            if updates < case.turns and metrics["applied"]:
+                fed, after_first = observe(case, state)
+                grads, updates = added(grads, fed), updates + 1
 
-        last = observe(case, state)
-        grads, after_first = first or last
-        return Record(np.array(losses), grads, after_first, last[1], np.array(scales), np.array(norms))
+        fed, last = observe(case, state)
+        return Record(np.array(losses), grads or fed, after_first or last, last, np.array(scales), np.array(norms))
 
 
 def policy_of(precision: str) -> str | Policy:

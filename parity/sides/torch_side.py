@@ -20,7 +20,7 @@ from parity.oracle.caches import clear_caches
 from parity.oracle.float64_constants import recompute_constants
 from parity.oracle.in_torch import InFloat64
 from parity.progress import report
-from parity.record import Record, Snapshot, Step, Tensors
+from parity.record import Record, Snapshot, Step, Tensors, added
 from parity.settings import BF16_PARAMS, EXACT, FP8, fp8_policy, in_double
 from parity.sides import torch_delayed, torch_fp8
 from parity.sides.param_rounding import ROUNDINGS, round_after_updates
@@ -287,8 +287,8 @@ class Updates:
 
     Attributes:
       count: Number of updates.
-      grads: Gradients of the first update; NaN before it.
-      first: State after the first update; None before it.
+      grads: Gradients of the first update, the sum of those of `Case.turns` updates; NaN before it.
+      first: State after these; None before it.
     """
 
     def __init__(self, case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -297,12 +297,13 @@ class Updates:
         self.first: Snapshot | None = None
 
         def fed(*_: Any) -> None:
-            if self.first is None:
-                self.grads = _gradients(case, model)
+            if self.count < case.turns:
+                self.grads = added(self.grads if self.count else None, _gradients(case, model))
 
         def made(*_: Any) -> None:
             self.count += 1
-            self.first = self.first or snapshot(case, model, optimizer)
+            if self.count <= case.turns:
+                self.first = snapshot(case, model, optimizer)
 
         optimizer.register_step_pre_hook(fed)
         optimizer.register_step_post_hook(made)

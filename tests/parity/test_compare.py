@@ -95,6 +95,22 @@ def test_noise_that_the_optimizer_amplifies_may_move_parameters_as_far_as_in_pyt
     assert not same_meaning(honest, theirs, stable).passed
 
 
+def test_a_buffer_may_be_as_far_apart_as_in_pytorchs_own_runs() -> None:
+    """The running mean of a batch norm follows a bias before it, whose gradient is rounding noise."""
+
+    def run(mean: float, other: float = 1.0) -> Record:
+        first = Snapshot({"w": np.ones(2)}, {}, {"mean": np.array([0.0]), "other": np.array([1.0])})
+        last = Snapshot({"w": np.ones(2)}, {}, {"mean": np.array([mean]), "other": np.array([other])})
+        return Record(np.ones(2), {"w": np.ones(2)}, first, last, np.ones(3), np.ones(2))
+
+    theirs, one_ulp = run(1.0), [run(1 + 1e-4), run(1 - 2e-4)]
+    assert not same_meaning(run(1 + 3e-4), theirs).passed
+    assert same_meaning(run(1 + 3e-4), theirs, one_ulp).passed
+    assert not same_meaning(run(1 + 5e-4), theirs, one_ulp).passed
+    assert not same_meaning(run(1.0, other=1 + 3e-4), theirs, one_ulp).passed
+    assert not same_meaning(run(float("nan")), theirs, [run(float("nan"))]).passed
+
+
 def test_parameters_alone_that_differ_are_compared_again_beside_runs_from_weights_one_ulp_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

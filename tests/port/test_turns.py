@@ -69,6 +69,20 @@ def test_a_bug_in_the_written_turns_is_noticed(written, old: str, new: str) -> N
         assert not prove(result, folder, "duel").passed
 
 
+def test_biases_before_a_batch_norm_may_differ_by_their_noise(tmp_path: Path) -> None:
+    """Adam makes visible steps of a gradient that is zero in mathematics, also in a turn that is not the first."""
+    path = duel(tmp_path, 0)
+    text = path.read_text()
+    path.write_text(text.replace("nn.LayerNorm(8)", "nn.BatchNorm1d(8)").replace("nn.Tanh()", "nn.Sigmoid()"))
+    training = understood(record(path, [], 14))
+    result = ported(training)
+    write(result, path, [], tmp_path)
+    proof = prove(result, tmp_path, "noise")
+    assert proof.passed, proof.lines
+    with changed(tmp_path / "model.py", "jax.nn.sigmoid", "1.001 * jax.nn.sigmoid"):
+        assert not prove(result, tmp_path, "noise").passed
+
+
 def test_a_bug_in_the_model_of_a_turn_is_located(written) -> None:
     result, folder = written
     with changed(folder / "model.py", "jnp.tanh(", "1.01 * jnp.tanh("):

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import TorchParam
@@ -22,12 +21,10 @@ from jaxtrain.torch_import.graph import (
     Input,
     Spec,
     dtype_of,
-    references,
     without_unused,
 )
 from jaxtrain.torch_import.interpret import pytorchs_promotion
 from jaxtrain.torch_import.ops import RANDOM
-from jaxtrain.torch_import.ops.int64 import rounds
 from jaxtrain.torch_import.refusals import refusal
 from jaxtrain.torch_import.source.call_tree import Origins, specs_of
 from jaxtrain.torch_import.source.class_functions import Module, Special
@@ -132,18 +129,10 @@ def _check(captured: Pass) -> None:
             raise refusal(
                 f"the source of {_UNWRITTEN[node.op]} cannot be written", "use the imported model", node.source
             )
-    read = {*references([(node.args, node.kwargs) for node in captured.graph.nodes])}
     for x in captured.graph.inputs:
         if x.kind == "constant" and isinstance(captured.buffers[x.target], jax.ShapeDtypeStruct):
             raise refusal(
                 f'the buffer {x.target!r} has no values, it is on the "meta" device', "import a module with weights"
-            )
-        if x.kind != "constant" or x.name not in read:
-            continue
-        if rounds(array := np.asarray(captured.buffers[x.target])) and inline(array) is None:
-            raise refusal(
-                f"the constant {x.target!r} of {array.size} numbers in float64 is too large to be written out",
-                "keep the imported model",
             )
 
 

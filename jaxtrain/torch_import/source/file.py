@@ -8,7 +8,7 @@ from jaxtrain.interop import LAYER, TorchParam
 from jaxtrain.torch_import.source import runtime
 from jaxtrain.torch_import.source.ruff_format import formatted
 
-LOADING = 'BUFFERS = load_file(Path(__file__).with_name("buffers.safetensors"))'
+LOADING = 'BUFFERS = F.load_buffers(Path(__file__).with_name("buffers.safetensors"))'
 _MODULES = {"jax": "jax", "jax.numpy as jnp": "jnp", "jaxtrain as jt": "jt", "numpy as np": "np"}
 _TYPES = {"Array": "jax.Array", "Tensors": "dict[str, Any]"}
 
@@ -110,7 +110,7 @@ def _imports(text: str, imports: Mapping[str, str]) -> list[str]:
             modules.setdefault(imports[name], []).append(name)
     functions = [f"from {module} import {', '.join(names)}" for module, names in modules.items()]
     functions += ["from jaxtrain.passes import recomputed"] * ("@recomputed" in text)
-    functions += ["from jaxtrain.torch_import import functional as F"] * (re.search(r"\bF\.", text) is not None)
-    functions += ["from safetensors.flax import load_file"] * ("BUFFERS" in text)
+    calls_ours = "BUFFERS" in text or re.search(r"\bF\.", text) is not None
+    functions += ["from jaxtrain.torch_import import functional as F"] * calls_ours
     lines += sorted(functions)
     return [*standard, *[""] * bool(standard and lines), *lines]

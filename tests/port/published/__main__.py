@@ -70,6 +70,32 @@ SCRIPTS = {
             "vae": "03-advanced/variational_autoencoder",
         }.items()
     },
+    **{
+        f"nlp_{name}": Script(f"nlp-tutorial/{path}.py")
+        for name, path in {
+            "nnlm": "1-1.NNLM/NNLM",
+            "word2vec": "1-2.Word2Vec/Word2Vec-Skipgram(Softmax)",
+            "textcnn": "2-1.TextCNN/TextCNN",
+            "textrnn": "3-1.TextRNN/TextRNN",
+            "textlstm": "3-2.TextLSTM/TextLSTM",
+            "bilstm": "3-3.Bi-LSTM/Bi-LSTM",
+            "seq2seq": "4-1.Seq2Seq/Seq2Seq",
+            "seq2seq_attention": "4-2.Seq2Seq(Attention)/Seq2Seq(Attention)",
+            "bilstm_attention": "4-3.Bi-LSTM(Attention)/Bi-LSTM(Attention)",
+            "transformer": "5-1.Transformer/Transformer",
+            "greedy": "5-1.Transformer/Transformer(Greedy_decoder)",
+            "bert": "5-2.BERT/BERT",
+        }.items()
+    },
+    **{
+        f"contents_{name.partition('_')[2]}": Script(f"PyTorch-Tutorial/tutorial-contents/{name}.py")
+        for name in (
+            *("301_regression", "302_classification", "304_save_reload", "306_optimizer", "401_CNN"),
+            *("402_RNN_classifier", "403_RNN_regressor", "404_autoencoder", "406_GAN", "503_dropout"),
+            "504_batch_normalization",
+        )
+    },
+    "cifar": Script("pytorch-cifar/main.py"),
 }
 
 
