@@ -49,6 +49,7 @@ from jaxtrain.torch_import.capture.values.branches import branched
 from jaxtrain.torch_import.capture.values.counted import Counts
 from jaxtrain.torch_import.capture.values.known_values import fold_known
 from jaxtrain.torch_import.capture.values.numbers import Number, names_numbers, numbers
+from jaxtrain.torch_import.capture.values.outside import Unread
 from jaxtrain.torch_import.capture.values.questions import Example, Questions
 from jaxtrain.torch_import.capture.values.row_selections import RowQuestions, answering, names_rows, with_sizes
 from jaxtrain.torch_import.graph import Captured, ModuleCall, Spec, read_state
@@ -535,6 +536,8 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return Leaf(len(tensors) - 1)
+    if isinstance(value, Unread):
+        raise value.error
     if isinstance(value, Number):
         return _plain(value.like([]), tensors)
     if isinstance(value, Mapping):

@@ -23,13 +23,14 @@ from jaxtrain.torch_import.capture.values.bincount import BINCOUNT
 from jaxtrain.torch_import.capture.values.extremes import EXTREMES
 from jaxtrain.torch_import.capture.values.finite import AssumedFinite
 from jaxtrain.torch_import.capture.values.known_values import KNOWN_VALUES
+from jaxtrain.torch_import.capture.values.outside import OUTSIDE, WithoutSeconds
 from jaxtrain.torch_import.capture.values.questions import QUESTIONS
 from jaxtrain.torch_import.capture.values.row_selections import SELECTIONS
 from jaxtrain.torch_import.capture.values.unique import UNIQUE
 from jaxtrain.torch_import.refusals import is_internal, refusal, source_line
 from jaxtrain.torch_internals import export_trace
 
-_REPLACEMENTS = (*FUNCTIONS, *KNOWN_VALUES, *BINCOUNT, *QUESTIONS, *SELECTIONS, *UNIQUE, *EXTREMES)
+_REPLACEMENTS = (*FUNCTIONS, *KNOWN_VALUES, *BINCOUNT, *QUESTIONS, *SELECTIONS, *UNIQUE, *EXTREMES, *OUTSIDE)
 
 
 class Traced:
@@ -55,6 +56,8 @@ def tracing() -> Iterator[Traced]:
     with quiet(), _whole_stack_traces(), _without_randomness(), unchecked, contextlib.ExitStack() as patches:
         for owner, name, function in _REPLACEMENTS:
             patches.enter_context(replaced(owner, name, function))
+        patches.enter_context(replaced(torch.nn.Parameter, "__new__", _new_parameter))
+        patches.enter_context(WithoutSeconds())
         patches.enter_context(AssumedFinite())
         errors = patches.enter_context(_errors_of_values())
         yield traced
@@ -121,7 +124,7 @@ def _errors_of_values() -> Iterator[list[UserError]]:
         yield errors
 
 
-_READING = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy")
+_READING = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
 
 
 @contextlib.contextmanager
@@ -171,6 +174,23 @@ def _without_randomness() -> Iterator[None]:
                 patches.enter_context(replaced(owner, name, _refusing(getattr(owner, name), f"{label}.{name}")))
         patches.enter_context(replaced(torch, "Generator", _NewGenerator))
         yield
+
+
+def _new_parameter(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a parameter, as PyTorch makes them while it traces; refuse one that `forward` makes."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    if is_internal(frame.f_code.co_filename):
+        return _parameter(cls, *args, **kwargs)
+    stack = "".join(traceback.format_list(traceback.extract_stack(frame)))
+    raise refusal(
+        "a parameter that is made inside forward is another one in each call", "make it in __init__", source_line(stack)
+    )
+
+
+_parameter = torch.nn.Parameter.__new__
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 class _Generators(type):

@@ -2,6 +2,7 @@
 
 known_values    tensors computed from constants
 questions       values that forward reads, answered as for the example
+outside         times and arrays of NumPy
 numbers         Python numbers that depend on tensors
 symbolic        arithmetic on such numbers
 extremes        their maxima and minima
