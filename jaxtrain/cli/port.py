@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 from jaxtrain.errors import UserError
 from jaxtrain.fields import Count, field_errors
 from jaxtrain.flags import parse
+from jaxtrain.hash_seed import with_hash_seed
 
 COMMAND = "jaxtrain port [--updates N] [--out DIR] SCRIPT [the script's own arguments]"
 
@@ -41,7 +43,17 @@ def main(args: list[str]) -> int:
         raise UserError(f"{script} does not exist: {COMMAND}")
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise UserError(f"{options.out} exists and is not empty: choose another folder with --out")
+    _with_hash_seed()
     return _port(options, path, own)
+
+
+def _with_hash_seed() -> None:
+    """Begin this process anew with the hashes that the script has whenever it gives a run its batches.
+
+    The order of a set of strings, as of a vocabulary, depends on them, and is another one in every process.
+    """
+    if "PYTHONHASHSEED" not in os.environ and sys.argv[1:2] == ["port"]:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], with_hash_seed())
 
 
 def _split(args: list[str]) -> tuple[list[str], str | None, list[str]]:

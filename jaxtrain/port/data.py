@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxtrain.data import RandomStates, tensor_to_numpy
 from jaxtrain.errors import UserError
+from jaxtrain.hash_seed import with_hash_seed
 
 _MADE: dict[tuple[Path, tuple[str, ...]], list[Any]] = {}
 
@@ -131,7 +132,9 @@ class ScriptBatches:
         ours, theirs = os.pipe()
         given = [str(theirs), str(self._shift), kept, str(self._inputs), str(self._script), *self._args]
         command = [sys.executable, "-m", "jaxtrain.port.feeder", *given]
-        process = subprocess.Popen(command, pass_fds=[theirs], stdin=subprocess.DEVNULL, cwd=self._folder)
+        process = subprocess.Popen(
+            command, pass_fds=[theirs], stdin=subprocess.DEVNULL, cwd=self._folder, env=with_hash_seed()
+        )
         os.close(theirs)
         try:
             with Connection(ours, writable=False) as connection:

@@ -40,7 +40,8 @@ class MNIST(_Images):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.data = self.data[:, 0]
+        self.data = self.train_data = self.test_data = self.data[:, 0]
+        self.train_labels = self.test_labels = self.targets
 
     def __getitem__(self, i: int) -> tuple[Any, Any]:
         image, target = self.data[i][None], int(self.targets[i])
