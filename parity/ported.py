@@ -21,11 +21,12 @@ from jaxtrain.interop import NameTable
 from jaxtrain.port import micro_batch, shapes, turn
 from jaxtrain.port.clamps import Bounds
 from jaxtrain.port.cut import PADDING
+from jaxtrain.port.joint import Joint, parts_of
 from jaxtrain.port.ported import Ported, program_module
 from jaxtrain.port.recipe_source import PRECISIONS, loss_scale
 from jaxtrain.port.recording import Clip
 from jaxtrain.port.rerun import like, set_start
-from jaxtrain.port.understand import Training
+from jaxtrain.port.training import Training
 from jaxtrain.run import Recipe, load_recipe
 from jaxtrain.runner import frozen, optimizer_expression, recipe_optimizer
 from parity.attestation import environment
@@ -151,7 +152,8 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case
     else:
         torch_loss, torch_optimizer = _loss(training), partial(_optimizer, result, settings[0])
         moments, scheduler = moments_of(expression, ours, like.params), partial(_Recorded, settings)
-    side = Optimizer(type(training.optimizer).__name__, torch_optimizer, ours, moments, scheduler)
+    kinds = " and ".join(type(part).__name__ for part in parts_of(training.optimizer))
+    side = Optimizer(kinds, torch_optimizer, ours, moments, scheduler)
     tables = [found.state_names for found in result.models() if found.state_names is not None]
     return _Case(
         name=name,
@@ -287,7 +289,7 @@ def _state(like: Any) -> list[Any]:
 def shortened(recipe: Recipe, training: Any) -> Recipe:
     """Return a recipe whose schedule counts the epochs of the recording, which have fewer updates."""
     lengths = set(_lengths(training))
-    if not training.is_by_epoch or not lengths:
+    if not any(part.is_by_epoch for part in training.parts) or not lengths:
         return recipe
     (length,) = lengths
     text = recipe.optimizer.replace(f"every={training.epoch}", f"every={length}")
@@ -309,13 +311,16 @@ def _optimizer(
     result: Ported, first: Sequence[Mapping[str, Any]], named: Sequence[tuple[str, torch.nn.Parameter]]
 ) -> torch.optim.Optimizer:
     """Return the script's optimizer of a module's parameters, with the settings of an update."""
+    theirs = result.training.optimizer
+    if isinstance(theirs, Joint):
+        return _joint(result, first, [*named])
     names = {id(p): name for name, p in result.module.named_parameters()}
     by_name = dict(named)
     groups = [
         {**settings, "params": [(names[id(p)], by_name[names[id(p)]]) for p in group["params"]]}
-        for group, settings in zip(result.training.optimizer.param_groups, first, strict=True)
+        for group, settings in zip(theirs.param_groups, first, strict=True)
     ]
-    optimizer = like(result.training.optimizer, groups)
+    optimizer = like(theirs, groups)
     if (clip := result.training.clip) is not None and result.training.clips_itself:
         optimizer = _Clipped(optimizer, clip)
     if clamps := result.training.clamps:
@@ -338,6 +343,31 @@ class _Clipped(torch.optim.Optimizer):
         unhooked(self._optimizer)
         for p, grad in zip(parameters, before, strict=True):
             p.grad = grad
+
+
+def _joint(
+    result: Ported, first: Sequence[Mapping[str, Any]], named: Sequence[tuple[str, torch.nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """Return the optimizers that update together as one."""
+    made, rest = [], [*first]
+    for part in result.training.parts:
+        own = rest[: len(part.optimizer.param_groups)]
+        made.append(_optimizer(dataclasses.replace(result, training=part), own, named))
+        rest = rest[len(own) :]
+    return _Joint(made)
+
+
+class _Joint(torch.optim.Optimizer):
+    """Optimizers that all step in every update."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        self._optimizers = optimizers
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update by all."""
+        for optimizer in self._optimizers:
+            unhooked(optimizer)
 
 
 class _Clamped(torch.optim.Optimizer):

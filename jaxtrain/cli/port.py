@@ -124,20 +124,21 @@ def _found(training: Any) -> Iterator[tuple[str, str]]:
         f"{updates} updates: {programs} of {calls} of functions and modules, {count:,} parameters; "
         f"{sizes} batch shape{'s' * (sizes > 1)}",
     )
-    clip, scheduler = training.clip, training.scheduler
+    parts = [part for turn in turns for part in turn.parts]
+    clips = [part.clip for part in parts if part.clip is not None] or [t.clip for t in turns if t.clip is not None]
     parts = [
         *(type(part).__name__ for part in training.modules.values()),
-        *(f"{type(t.optimizer).__name__} lr {t.recording.updates[0].settings[0]['lr']:g}" for t in turns),
-        *(
-            []
-            if scheduler is None
-            else [f"{type(scheduler).__name__} by {'epoch' if training.is_by_epoch else 'update'}"]
+        *(f"{type(p.optimizer).__name__} lr {p.recording.updates[0].settings[0]['lr']:g}" for p in parts),
+        *dict.fromkeys(
+            f"{type(p.scheduler).__name__} by {'epoch' if p.is_by_epoch else 'update'}"
+            for p in parts
+            if p.scheduler is not None
         ),
         *(["rates of the script"] if training.cut is not None and training.cut.rates else []),
         *([f"autocast {str(training.autocast).removeprefix('torch.')}"] if training.autocast else []),
         *(["GradScaler"] if training.is_scaled else []),
         *([f"accumulate {training.accumulate}"] if training.accumulate > 1 else []),
-        *([f"{clip.function.strip('_')} {clip.bound:g}"] if clip else []),
+        *dict.fromkeys(f"{clip.function.strip('_')} {clip.bound:g}" for clip in clips),
         *(["parameters are clamped"] if any(turn.clamps for turn in turns) else []),
     ]
     yield "found", " · ".join(parts)

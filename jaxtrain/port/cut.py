@@ -65,6 +65,7 @@ class Cut:
       numbers: The numbers that differ.
       rates: Names of the learning rates of the optimizer's groups, if the script gives them.
       window: Number of micro-batches to which shorter windows are filled up; 0 if all have the same number.
+      optimizers: The numbers of the optimizers whose updates these are, in the order in which the script makes them.
       is_joined: Whether the calls of `backward` of an update are parts of one loss.
       lead: What follows an update, which a micro-batch that follows none does without; None if all begin alike.
     """
@@ -78,6 +79,7 @@ class Cut:
     numbers: tuple[Number, ...]
     rates: tuple[str, ...] = ()
     window: int = 0
+    optimizers: tuple[int, ...] = (0,)
     is_joined: bool = False
     lead: Lead | None = None
 
@@ -196,6 +198,7 @@ def _cut_of(found: Mapping[str, Any]) -> Cut:
         numbers=tuple(Number(name, call, _path(path)) for name, call, path in found["numbers"]),
         rates=tuple(found["rates"]),
         window=found["window"],
+        optimizers=tuple(found["optimizers"]),
         is_joined=found["is_joined"],
         lead=None if found["lead"] is None else _lead_of(*found["lead"]),
     )

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtrain.port.data import ScriptBatches
 from jaxtrain.port.recipe_source import INPUTS
 from jaxtrain.port.refused import refused_at
-from jaxtrain.port.understand import Training
+from jaxtrain.port.training import Training
 
 SHIFT = 0.25
 """What is added to the numbers that modules return, in one of two runs."""

@@ -90,8 +90,8 @@ class Feeder(Watch):
         self._in_step.close()
 
     def _send_window(self, optimizer: Any) -> None:
-        is_turn = len(self._feed.cuts) > 1
-        turn = [*self.recording.optimizers].index(id(optimizer)) if is_turn else 0
+        number = [*self.recording.optimizers].index(id(optimizer))
+        turn = next(i for i, its in enumerate(self._feed.cuts) if number in its.optimizers)
         found, window, backwards = self._feed.cuts[turn], [], self._own
         if found.is_joined and self._own:
             backwards = [self._turns.joined(turn, self._own)]
@@ -105,7 +105,8 @@ class Feeder(Watch):
             window.append(found.inputs(read).batch_of(read))
             self._last[turn] = backward
         if window:
-            for micro_batch in self._feed.given(turn, window, optimizer.param_groups):
+            groups = [group for i in found.optimizers for group in self._optimizers[i].param_groups]
+            for micro_batch in self._feed.given(turn, window, groups):
                 self._send({name: x.cpu() for name, x in micro_batch.items()})
         self._own = []
 

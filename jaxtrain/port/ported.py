@@ -13,7 +13,7 @@ from jaxtrain.port.clamps import Bounds
 from jaxtrain.port.refused import refused_at
 from jaxtrain.port.replay import recorded_module
 from jaxtrain.port.rerun import new_optimizer, set_start
-from jaxtrain.port.understand import Training
+from jaxtrain.port.training import Training
 from jaxtrain.torch_import import ImportedModel, from_torch
 
 
@@ -107,6 +107,10 @@ def program_module(training: Training, number: int) -> torch.nn.Module:
 
 
 def _optimizer(training: Training, module: torch.nn.Module, model: ImportedModel) -> Expression:
+    """Return the optimizer of a training as an expression."""
+    if len(training.parts) > 1:
+        parts = [_optimizer(part, module, model) for part in training.parts]
+        return {paths: call for part in parts if not isinstance(part, Call) for paths, call in part.items()}
     names = {id(p): name for name, p in module.named_parameters()}
     groups = training.optimizer.param_groups
     given = {names[id(p)] for group in groups for p in group["params"]}

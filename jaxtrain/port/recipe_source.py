@@ -8,9 +8,10 @@ import torch
 
 from jaxtrain.optim import Call, format_expression
 from jaxtrain.port.cut import PADDING
+from jaxtrain.port.joint import parts_of
 from jaxtrain.port.ported import Ported
 from jaxtrain.port.refused import refused_at
-from jaxtrain.port.understand import Training
+from jaxtrain.port.training import Training
 from jaxtrain.torch_import import Line
 
 INPUTS = "inputs.json"
@@ -160,9 +161,11 @@ def _settings(result: Ported) -> dict[str, tuple[str, Any, str]]:
     training = result.training
     recording = training.recording
     steps, data = _length(training)
-    optimizer = _at(recording.optimizers[id(training.optimizer)])
-    schedule = "" if training.scheduler is None else f", {_at(recording.schedulers[id(training.scheduler)])}"
+    parts = training.parts
+    optimizer = ", ".join(_at(recording.optimizers[id(part)]) for part in parts_of(training.optimizer))
+    schedules = [_at(recording.schedulers[id(part.scheduler)]) for part in parts if part.scheduler is not None]
     lines = dict.fromkeys(clamp.line for turn in training.of_turns for clamp in turn.clamps.values())
+    schedule = "".join(f", {line}" for line in dict.fromkeys(schedules))
     clamps = "".join(f", {_at(line)}" for line in lines)
     found: dict[str, tuple[str, Any, str]] = {
         "steps": ("int", *steps),

@@ -8,6 +8,7 @@ import torch
 
 from jaxtrain.port.calls import Interval, Program, Value
 from jaxtrain.port.clamps import Clamp
+from jaxtrain.port.joint import Joint
 from jaxtrain.torch_import import Line
 
 
@@ -92,7 +93,8 @@ class Update:
     Attributes:
       backwards: The calls of `backward`.
       clips: What clipped gradients.
-      optimizer: The optimizer that stepped; None for an update that a `GradScaler` skipped.
+      optimizer: The optimizer that stepped, or those that stepped together; None for an update that a `GradScaler`
+        skipped.
       settings: Its groups when it stepped or was skipped, without parameters.
       gradients: Digests of its parameters' gradients when it stepped, by their places in the groups.
       after: Digests of the parameters after its step.
@@ -105,7 +107,7 @@ class Update:
 
     backwards: list[Backward] = field(default_factory=list)
     clips: list[Clip] = field(default_factory=list)
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: torch.optim.Optimizer | Joint | None = None
     settings: list[dict[str, Any]] = field(default_factory=list)
     gradients: list[str | None] = field(default_factory=list)
     after: list[str] = field(default_factory=list)

@@ -16,10 +16,11 @@ import torch
 from jaxtrain.errors import UserError, format_location
 from jaxtrain.port.calls import Program
 from jaxtrain.port.clamps import Clamp
+from jaxtrain.port.joint import Joint
 from jaxtrain.port.recording import Backward, Clip, Update
 from jaxtrain.port.replay import recorded_module
 from jaxtrain.port.script import digest
-from jaxtrain.port.understand import Training
+from jaxtrain.port.training import Training
 from jaxtrain.torch_import import Line
 
 
@@ -41,7 +42,7 @@ def _check_update(
     training: Training,
     number: int,
     update: Update,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     carried: dict[str, torch.Tensor],
 ) -> None:
     for part in training.modules.values():
@@ -109,8 +110,10 @@ def _restore(program: Program, i: int) -> None:
     torch.set_rng_state(state)
 
 
-def new_optimizer(training: Training) -> torch.optim.Optimizer:
+def new_optimizer(training: Training) -> Any:
     """Return a new optimizer of the script's class and groups, which has no scheduler."""
+    if isinstance(training.optimizer, Joint):
+        return Joint(map(new_optimizer, training.parts))
     theirs, (first, *_) = training.optimizer, [u for u in training.recording.updates if u.optimizer is not None]
     groups = [
         {"params": group["params"], **{name: x for name, x in settings.items() if name != "initial_lr"}}

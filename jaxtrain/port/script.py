@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from jaxtrain.errors import UserError
 from jaxtrain.port.calls import OF_BATCH, Value, tensors_in
 from jaxtrain.port.clamps import without_clamps
+from jaxtrain.port.joint import Joint, owned, parts_of
 from jaxtrain.port.recorder import Recorder, recorded_calls
 from jaxtrain.port.recording import Backward, Clip, Leaf, Pass, Recording, Update
 from jaxtrain.port.refused import Refused, Stop, refused_at
@@ -119,6 +120,8 @@ class Watch:
         self._scaled: dict[int, tuple[torch.Tensor, float]] = {}
         self._unscaled = set[int]()
         self._in_step = contextlib.ExitStack()
+        self._joins = False  # whether the step is of the last update, which another optimizer has begun
+        self._joints: dict[tuple[int, ...], Joint] = {}
 
     @property
     def rest(self) -> Update:
@@ -313,22 +316,38 @@ class Watch:
                 loss = closure()
             closure = lambda: loss  # noqa: E731
         self._in_step.enter_context(self.recorder.inside())
-        if not self._update.backwards:
-            raise Refused(
-                refused_at(
-                    f"{type(optimizer).__name__}.step() without backward()", line, "let backward() compute gradients"
-                )
-            )
-        self._update.optimizer, self._update.line = optimizer, line
-        self._update.settings = _settings(optimizer)
-        self._update.gradients = [digest(p.grad) for p in _parameters(optimizer)]
+        self._joins = not self._update.backwards
+        if self._joins:
+            self._join(optimizer, line)
+        else:
+            self._update.optimizer, self._update.line = optimizer, line
+        update = self.recording.updates[-1] if self._joins else self._update
+        update.settings += _settings(optimizer)
+        update.gradients += [digest(p.grad) for p in _parameters(optimizer)]
         return (optimizer, *([] if closure is None else [closure])), {}
 
+    def _join(self, optimizer: Any, line: Line) -> None:
+        """Note that an optimizer makes the last update as well."""
+        last = self.recording.updates[-1] if self.recording.updates else None
+        if last is None or last.optimizer is None or owned(optimizer) & owned(last.optimizer):
+            problem = f"{type(optimizer).__name__}.step() without backward()"
+            raise Refused(refused_at(problem, line, "let backward() compute gradients"))
+        if self._update.scale is not None:
+            raise Refused(refused_at("several optimizers and a GradScaler", line, "scale no loss"))
+        parts = (*parts_of(last.optimizer), optimizer)
+        last.optimizer = self._joints.setdefault((*map(id, parts),), Joint(parts))
+        last.clips += self._update.clips
+        self._update.clips = []
+
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """End an update."""
-        self._update.after = [digest(p) or "" for p in _parameters(optimizer)]
+        """End an update, or what one of several optimizers does in it."""
+        update = self.recording.updates[-1] if self._joins else self._update
+        update.after += [digest(p) or "" for p in _parameters(optimizer)]
         self._in_step.close()
-        self._end_update()
+        if self._joins:
+            self._stop_at_end()
+        else:
+            self._end_update()
 
     def _end_update(self) -> None:
         self.recording.updates.append(self._update)
@@ -337,7 +356,12 @@ class Watch:
         self._scaled.clear()
         self._unscaled.clear()
         self._progress(len(self.recording.updates))
-        if len(self.recording.updates) == self._most:
+        self._stop_at_end()
+
+    def _stop_at_end(self) -> None:
+        """Stop the script if all optimizers have made the last update that is recorded."""
+        counts = [len(parts_of(u.optimizer)) for u in self.recording.updates if u.optimizer is not None]
+        if len(self.recording.updates) == self._most and (not counts or counts[-1] == max(counts)):
             raise Stop
 
     def _scheduler_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -396,7 +420,7 @@ class Watch:
             self.recording.scaler = scaler
             with self.recorder.inside():
                 result = step(scaler, optimizer, *args, **kwargs)
-            if len(self.recording.updates) == count:  # skipped
+            if len(self.recording.updates) == count and self._update.backwards:  # skipped
                 self._update.line, self._update.settings = line, _settings(optimizer)
                 self._end_update()
             return result

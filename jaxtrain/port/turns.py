@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from jaxtrain.port.calls import ALIAS, Ambient, Call, Interval, Origin, Value, mapped
+from jaxtrain.port.joint import Joint
 from jaxtrain.port.recording import Backward, Recording, Update
 
 MOST = 64
@@ -41,7 +42,7 @@ class Turns:
         return found
 
 
-def of_turns(recording: Recording, optimizers: Sequence[torch.optim.Optimizer]) -> list[Recording]:
+def of_turns(recording: Recording, optimizers: Sequence[torch.optim.Optimizer | Joint]) -> list[Recording]:
     """Return the updates of each optimizer, each with one program.
 
     Args:

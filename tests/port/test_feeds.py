@@ -16,7 +16,8 @@ from jaxtrain.port.ported import ported
 from jaxtrain.port.recipe_source import INPUTS
 from jaxtrain.port.rerun import check_rerun
 from jaxtrain.port.script import record
-from jaxtrain.port.understand import Training, understood
+from jaxtrain.port.training import Training
+from jaxtrain.port.understand import understood
 from jaxtrain.port.write import write
 from parity.ported import prove
 

@@ -14,7 +14,8 @@ from jaxtrain.port.ported import ported
 from jaxtrain.port.rerun import check_rerun
 from jaxtrain.port.script import record
 from jaxtrain.port.short_passes import short_pass
-from jaxtrain.port.understand import Training, understood
+from jaxtrain.port.training import Training
+from jaxtrain.port.understand import understood
 
 from .loops import line_of, script
 
