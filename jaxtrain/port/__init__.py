@@ -11,6 +11,7 @@ inputs      where the tensors come from that a program reads
 interval_program  the program of an interval from where the model begins
 cut         what all programs of a script have in common, from where the model begins
 find_cut    the same, found in a recording
+first_states  states that are None in the first update
 turns       several optimizers that update in turn
 same_program  whether updates compute one program
 refused     scripts that cannot be carried over

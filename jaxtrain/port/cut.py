@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jaxtrain.port.calls import Step, Value
+from jaxtrain.port.first_states import FirstState, with_first_states
 from jaxtrain.port.inputs import Inputs
 from jaxtrain.port.interval_program import (
     Key,
@@ -67,6 +68,7 @@ class Cut:
       window: Number of micro-batches to which shorter windows are filled up; 0 if all have the same number.
       optimizers: The numbers of the optimizers whose updates these are, in the order in which the script makes them.
       is_joined: Whether the calls of `backward` of an update are parts of one loss.
+      first_states: The arguments that are None in some updates, and states in others.
       lead: What follows an update, which a micro-batch that follows none does without; None if all begin alike.
     """
 
@@ -81,6 +83,7 @@ class Cut:
     window: int = 0
     optimizers: tuple[int, ...] = (0,)
     is_joined: bool = False
+    first_states: tuple[FirstState, ...] = ()
     lead: Lead | None = None
 
     def read(self, backward: Backward, before: Backward | None) -> Backward:
@@ -93,7 +96,7 @@ class Cut:
         Raises:
           UserError: It is another program.
         """
-        found = program_of(backward, self.calls, self.places)
+        found = program_of(with_first_states(backward, self.first_states), self.calls, self.places)
         absent = absent_of(found, self.calls, self.lead)
         if calls_of(found) != self.calls[absent.calls :] or len(reads_of(found)) + absent.reads != len(self.slots):
             raise refused_at("the calls of an update differ from update to update", _other_line(self, found), SAME)
@@ -200,8 +203,14 @@ def _cut_of(found: Mapping[str, Any]) -> Cut:
         window=found["window"],
         optimizers=tuple(found["optimizers"]),
         is_joined=found["is_joined"],
+        first_states=tuple(map(_first_state_of, found["first_states"])),
         lead=None if found["lead"] is None else _lead_of(*found["lead"]),
     )
+
+
+def _first_state_of(found: Sequence[Any]) -> FirstState:
+    call, path, shapes, dtype, is_tuple = found
+    return FirstState(Key(*call), _path(path), tuple(map(tuple, shapes)), dtype, is_tuple)
 
 
 def _lead_of(calls: int, reads: int, changes: Sequence[str]) -> Lead:

@@ -8,6 +8,7 @@ import torch
 
 from jaxtrain.port.calls import Call, Value
 from jaxtrain.port.cut import Cut, Root
+from jaxtrain.port.first_states import first_states, with_first_states
 from jaxtrain.port.inputs import changed, free, owned_values
 from jaxtrain.port.interval_program import (
     Key,
@@ -51,6 +52,8 @@ def cut(
       UserError: The programs differ, or read what the model computed, but not in the update before.
     """
     backwards = [backward for update in recording.updates for backward in update.backwards]
+    states = first_states(backwards)
+    backwards = [with_first_states(backward, states) for backward in backwards]
     calls, places = _calls_of_model(backwards, modules, produced or {})
     programs = [program_of(backward, calls, places) for backward in backwards]
     first = max(programs, key=lambda backward: len(backward.program.calls))
@@ -73,6 +76,7 @@ def cut(
         foreign=foreign,
         numbers=numbers,
         lead=lead,
+        first_states=states,
     )
     read = [found.read(backward, before) for before, backward in zip([None, *backwards], backwards, strict=False)]
     for backward in read:

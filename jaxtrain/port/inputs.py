@@ -7,6 +7,7 @@ import torch
 
 from jaxtrain.port.calls import Call, Value
 from jaxtrain.port.recording import Backward, Leaf
+from jaxtrain.port.refused import refused_at
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +74,11 @@ def of_batches(backward: Backward, modules: Mapping[str, torch.nn.Module], names
             name = leaf.key if isinstance(leaf.key, str) else backward.names.get(value) or f"batch_{leaf.key or 0}"
             names[leaf] = free(name if name.isidentifier() and name != "self" else "batch", {*names.values()})
     batch = {value: names[leaf] for value, leaf in leaves.items()}
-    rest = {x: backward.tensors[x] for x in backward.program.roots if x not in owned and x not in batch}
+    others = [x for x in backward.program.roots if x not in owned and x not in batch]
+    if any(x not in backward.tensors for x in others):
+        what = "what the model computed before the last call of backward is read"
+        raise refused_at(what, backward.line, "compute it after that call")
+    rest = {x: backward.tensors[x] for x in others}
     return Inputs(owned, batch, {names[leaf]: leaf for leaf in leaves.values()}, rest)
 
 

@@ -148,7 +148,7 @@ def with_numbers(backward: Backward, numbers: Sequence[Number], absent: Lead) ->
         if call is None or number.path not in there:
             raise refused_at("a number is no number in every update", (call or calls[-1]).line, SAME)
         given[value] = torch.tensor(there[number.path], dtype=torch.float64)
-        args, kwargs = _replaced((call.args, call.kwargs), number.path, value)
+        args, kwargs = replaced((call.args, call.kwargs), number.path, value)
         calls[i] = call._replace(args=args, kwargs=kwargs)
     program = backward.program._replace(calls=tuple(calls), roots=(*backward.program.roots, *values))
     return replace(backward, program=program, interval=backward.interval._replace(given=given))
@@ -166,13 +166,14 @@ def numbers_in(argument: Any, path: tuple[Step, ...] = ()) -> Iterator[tuple[tup
             yield from numbers_in(item, (*path, ("item", i)))
 
 
-def _replaced(argument: Any, path: tuple[Step, ...], new: Any) -> Any:
+def replaced(argument: Any, path: tuple[Step, ...], new: Any) -> Any:
+    """Return arguments with another one at a place."""
     if not path:
         return new
     (_, key), *rest = path
     if isinstance(argument, Mapping):
-        return {name: _replaced(x, tuple(rest), new) if name == key else x for name, x in argument.items()}
-    items = [_replaced(x, tuple(rest), new) if i == key else x for i, x in enumerate(argument)]
+        return {name: replaced(x, tuple(rest), new) if name == key else x for name, x in argument.items()}
+    items = [replaced(x, tuple(rest), new) if i == key else x for i, x in enumerate(argument)]
     return items if isinstance(argument, list) else tuple(items)
 
 

@@ -48,7 +48,7 @@ for epoch in range(100):
     for i in range(0, 36, 4):
         {batch}
         {hidden}
-        out, hidden = model(x, hidden)
+        out, hidden = model(x, hidden){after}
         {loss}
         {backward}
         {update}
@@ -91,17 +91,21 @@ def feed(folder: Path, number: int) -> Path:
     cell = draw.choice(["LSTM", "GRU"])
     batch = draw.choice(BATCHES)
     backward, update = draw.choice(UPDATES[:2] if "else 3" in batch else UPDATES[:3])
+    start, hidden, after = "(zeros, zeros)" if cell == "LSTM" else "zeros", draw.choice(HIDDEN), ""
+    if draw.random() < 0.3:  # as of PyTorch's RNNs, a first state is None
+        start, hidden, after = "None", "pass", f"; {hidden}"
     path = folder / "train.py"
     path.write_text(
         LOOP.format(
             seed=number,
             cell=cell,
             dropout=draw.choice([0.0, 0.2]),
-            start="(zeros, zeros)" if cell == "LSTM" else "zeros",
+            start=start,
             optimizer=draw.choice(OPTIMIZERS),
             begin=draw.choice(["hidden = start()", "pass"]),
             batch=batch,
-            hidden=draw.choice(HIDDEN),
+            hidden=hidden,
+            after=after,
             loss=draw.choice(LOSSES),
             backward=backward,
             update=update,

@@ -23,6 +23,7 @@ OPTIMIZERS = """optimizers = [
 ]
 S = torch.optim.lr_scheduler
 """
+FORWARD = "loss = criterion(second(first(x)), y)"
 STEP = "[optimizer.step() for optimizer in optimizers]; [optimizer.zero_grad() for optimizer in optimizers]"
 VARIANTS: dict[str, dict[str, str]] = {
     "plain": {},
@@ -45,16 +46,20 @@ VARIANTS: dict[str, dict[str, str]] = {
     "two losses": {
         "backward": "loss.backward(retain_graph=True); (0.1 * second.bias.square().sum() * loss).backward()"
     },
+    "losses before": {
+        "forward": "out = second(first(x)); loss = criterion(out, y); other = 0.1 * out.square().mean()",
+        "backward": "loss.backward(retain_graph=True); other.backward()",
+    },
     "clamped": {"step": f"{STEP}; second.weight.data.clamp_(-0.1, 0.1)"},
 }
 
 
 def joint(folder: Path, parts: dict[str, str]) -> Path:
     """Write a script with some parts."""
-    parts = {"model": MODEL, "optimizer": OPTIMIZERS, "step": STEP, **parts}
+    parts = {"model": MODEL, "optimizer": OPTIMIZERS, "step": STEP, "forward": FORWARD, **parts}
     parts["optimizer"] += "everything = [*first.parameters(), *second.parameters()]\n"
     parts["optimizer"] += "schedulers = rates() if 'rates' in globals() else []"
-    path = script(folder, forward="loss = criterion(second(first(x)), y)", **parts)
+    path = script(folder, **parts)
     path.write_text(path.read_text().replace("(50", "(48").replace("model.train()", "first.train()"))
     return path
 
@@ -65,7 +70,7 @@ def test_the_written_files_are_the_script(tmp_path: Path, variant: str) -> None:
     training = understood(record(path, [], 9))
     check_rerun(training)
     assert [type(part.optimizer).__name__ for part in training.parts] == ["SGD", "Adam"]
-    assert (training.loader is None) == (variant in ("rates", "two losses"))
+    assert (training.loader is None) == (variant in ("rates", "two losses", "losses before"))
     result = ported(training)
     write(result, path, [], tmp_path)
     if training.loader is None:
