@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import random
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -11,10 +12,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 from jaxtrain.port.calls import Ambient, Call, Interval, Origin, Value, separate, tensors_in, with_values
+from jaxtrain.port.refused import Refused, refused_at
 from jaxtrain.torch_import import Line, is_internal
 
 READING = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"})
@@ -153,8 +156,11 @@ class Recorder(TorchFunctionMode):
             self._reads |= {self.value(x): version for x, version in zip(given, versions, strict=True)}
             if origin:
                 self._keep(given)
-            before, ambient = torch.get_rng_state(), _ambient()
+            before, ambient, others = torch.get_rng_state(), _ambient(), _other_numbers() if module else None
             result = self._call(function, origin)(*args, **kwargs)
+            if module is not None and ambient.grad and _other_numbers() != others:
+                problem = f"{type(module).__name__} draws random numbers of Python or NumPy"
+                raise Refused(refused_at(problem, line, "draw them by PyTorch, or outside the module"))
             found = [(path, x) for path, x in tensors_in(result) if id(x) not in self._numbers]
             writes = tuple(self.value(x) for x, version in zip(given, versions, strict=True) if _version(x) != version)
             random = None if torch.equal(before, torch.get_rng_state()) else before
@@ -273,6 +279,12 @@ def _memory(x: torch.Tensor) -> int:
 
 def _version(x: torch.Tensor) -> int:
     return -1 if x.is_inference() else x._version
+
+
+def _other_numbers() -> Any:
+    """Return the states of the random numbers of Python and NumPy."""
+    _, keys, *rest = np.random.get_state()
+    return random.getstate(), np.asarray(keys).tobytes(), rest
 
 
 def _ambient() -> Ambient:

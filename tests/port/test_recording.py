@@ -147,6 +147,25 @@ REFUSED = {
         "several optimizers and a GradScaler",
         "scaler.scale(loss).backward()",
     ),
+    "a scaler of optimizers that step together": (
+        {
+            "optimizer": "optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)\n"
+            "other = torch.optim.SGD(model[2].parameters(), lr=0.1); scaler = torch.amp.GradScaler('cpu')",
+            "backward": "scaler.scale(loss).backward()",
+            "step": "scaler.step(optimizer); scaler.step(other); scaler.update()",
+        },
+        "several optimizers and a GradScaler",
+        "scaler.step(optimizer)",
+    ),
+    "random numbers of NumPy in a module": (
+        {
+            "model": "import numpy as np\nclass Noisy(nn.Linear):\n"
+            "    def forward(self, x): return super().forward(x) + torch.from_numpy(np.random.rand(3)).float()\n"
+            "model = Noisy(6, 3)"
+        },
+        "Noisy draws random numbers of Python or NumPy",
+        "loss = criterion(model(x), y)",
+    ),
     "momenta by hand": (
         {"step": "optimizer.step(); optimizer.zero_grad(); optimizer.param_groups[0]['momentum'] = 0.1 * (i % 2)"},
         "settings of the optimizer change without a scheduler (momentum 0, then",
