@@ -209,8 +209,8 @@ REFUSED = {
         "model.0.weight is trained, and changed by hand",
         "optimizer.step()",
     ),
-    "clipped weights": (
-        {"step": "optimizer.step(); optimizer.zero_grad(); [p.data.clamp_(-0.3, 0.3) for p in model.parameters()]"},
+    "weights that shrink": (
+        {"step": "optimizer.step(); optimizer.zero_grad(); [p.data.mul_(0.99) for p in model.parameters()]"},
         "model.0.bias is trained, and changed by hand",
         "optimizer.step()",
     ),
