@@ -145,6 +145,7 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case
     expression = optimizer_expression(recipe)
     ours = recipe_optimizer(recipe, task.no_decay or (lambda path: False))
     windows, settings = _windows(result, shape)
+    micro = {name: x[: len(x) // training.accumulate] for name, x in windows[0].items()}
     module = result.module if shape == 0 else program_module(training, shape)
     if result.turns:
         torch_loss, torch_optimizer, moments = _loss_of_turns(result, module), partial(_optimizer_of_turns, result), {}
@@ -173,7 +174,7 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case
         precision=recipe.precision,
         module=module,
         turns=_turns(result.training),
-        is_large=flops(task.loss_fn, like.params, windows[0], jax.random.key(0), *_state(like)) > _LARGE,
+        is_large=flops(task.loss_fn, like.params, micro, jax.random.key(0), *_state(like)) > _LARGE,
     )
 
 

@@ -27,12 +27,14 @@ Only this file and `data` are imported by the files that are written; the others
 """
 
 import functools
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxtrain.errors import UserError
 from jaxtrain.port.data import ScriptBatches, ScriptRows, micro_batch, script_loader, turn, unless
 from jaxtrain.torch_import import pytorchs_promotion
 from jaxtrain.user_file import import_file
@@ -73,22 +75,36 @@ def arrays(path: Path) -> dict[str, Any]:
     return found
 
 
-def model(path: Path, of_shapes: Mapping[str, Path] | None = None) -> Callable[..., Any]:
-    """Return the function `model` of a file beside a recipe, with PyTorch's broadcasting and promotion.
+def model(folder: Path) -> Callable[..., Any]:
+    """Return the model of a folder that `jaxtrain port` has written, with PyTorch's broadcasting and promotion.
+
+    A written model is that of batches of its shapes. `shapes.json` names these, and the file for each.
 
     Args:
-      path: The file.
-      of_shapes: Other files, for batches of other shapes, by `shapes` of these.
-    """
-    function = import_file(path).model
-    others = {shape: import_file(other).model for shape, other in (of_shapes or {}).items()}
+      folder: The folder.
 
-    @functools.wraps(function)
+    Returns:
+      The function `model` of the file for the shapes of a batch; it raises `UserError` for other shapes.
+    """
+    files = json.loads((folder / SHAPES).read_text(encoding="utf-8"))
+    functions = {shape: import_file(folder / file).model for file, known in files.items() for shape in known}
+
+    @functools.wraps(next(iter(functions.values())))
     def promoted(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        given = shapes(batch)
+        if given not in functions:
+            raise UserError(
+                f"a batch has the shapes {given}, and the models of {folder} are for {' and for '.join(functions)}:"
+                " give all batches the same shapes, or record more of them by jaxtrain port --updates"
+            )
         with pytorchs_promotion():
-            return others.get(shapes(batch), function)(params, batch, *args, **kwargs)
+            return functions[given](params, batch, *args, **kwargs)
 
     return promoted
+
+
+SHAPES = "shapes.json"
+"""File of the shapes of batches for each model of a folder."""
 
 
 def shapes(batch: Mapping[str, Any]) -> str:

@@ -18,16 +18,13 @@ INPUTS = "inputs.json"
 """File of what a script gives to its programs."""
 
 
-def recipe_source(
-    result: Ported, script: Path, args: Sequence[str], models: Sequence[tuple[str, Mapping[str, str]]]
-) -> str:
+def recipe_source(result: Ported, script: Path, args: Sequence[str]) -> str:
     """Return the text of `run.py`.
 
     Args:
       result: The script.
       script: Its file.
       args: Its arguments.
-      models: Folder of the model of each turn, and those of its models for batches of other shapes, by these.
     """
     command = " ".join([script.name, *args])
     line = result.training.programs[0][0].line
@@ -52,7 +49,7 @@ HERE = Path(__file__).parent
 SCRIPT = Path({str(script.resolve())!r})
 {folder}ARGS = {[*args]!r}
 
-{_model_source(models)}
+{_model_source(result)}
 
 
 {_loss_source(result)}
@@ -74,14 +71,17 @@ class Run(jt.Recipe):
 '''
 
 
-def _model_source(models: Sequence[tuple[str, Mapping[str, str]]]) -> str:
+def _model_source(result: Ported) -> str:
     """Return the text of the model, or of the models of turns."""
-    found = []
-    for name, of_shapes in models:
-        pairs = ", ".join(f'"{shape}": HERE / "{other}/model.py"' for shape, other in of_shapes.items())
-        path = f"{name}/model.py" if name else "model.py"
-        found.append(f'port.model(HERE / "{path}"' + (f", {{{pairs}}})" if pairs else ")"))
-    return f"model = {found[0]}" if len(found) == 1 else f"models = [{', '.join(found)}]"
+    if not result.turns:
+        return "model = port.model(HERE)"
+    others = [f'port.model(HERE / "{turn_folder(i)}")' for i in range(1, len(result.turns))]
+    return f"models = [{', '.join(['port.model(HERE)', *others])}]"
+
+
+def turn_folder(i: int) -> str:
+    """Return the name of the folder of a turn after the first one, whose number is 0."""
+    return f"turn_{i + 1}"
 
 
 def _loss_source(result: Ported) -> str:

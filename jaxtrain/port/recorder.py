@@ -246,7 +246,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _is_leaf(x: torch.Tensor) -> bool:
-    return x.requires_grad and x.is_leaf and not isinstance(x, torch.nn.Parameter)
+    return x.requires_grad and not x._is_view() and x.is_leaf and not isinstance(x, torch.nn.Parameter)
 
 
 def copied(x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The files of a ported script: `model.py`, `run.py`, and their arrays."""
 
 import ast
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxtrain.port import SHAPES, shapes
 from jaxtrain.port.ported import Ported
-from jaxtrain.port.recipe_source import INPUTS, recipe_source
+from jaxtrain.port.recipe_source import INPUTS, recipe_source, turn_folder
 from jaxtrain.torch_import import ImportedModel
 
 
@@ -28,11 +30,11 @@ def write(result: Ported, script: Path, args: Sequence[str], folder: Path) -> li
     from safetensors.flax import save_file
 
     training = result.training
-    written, models = _save_models(result, folder, "")
-    for i, turn in enumerate(result.turns[1:], 2):
-        models += _save_models(turn, folder, f"turn_{i}")[1]
-        (folder / f"turn_{i}" / "params.safetensors").unlink()  # those of the first one
-    text = recipe_source(result, script, args, models)
+    written = _save_models(result, folder)
+    for i, turn in enumerate(result.turns[1:], 1):
+        _save_models(turn, folder / turn_folder(i))
+        (folder / turn_folder(i) / "params.safetensors").unlink()  # those of the first one
+    text = recipe_source(result, script, args)
     if state := result.state():
         save_file({name: jnp.asarray(x) for name, x in state.items()}, folder / "state.safetensors")
         written.append(folder / "state.safetensors")
@@ -43,27 +45,26 @@ def write(result: Ported, script: Path, args: Sequence[str], folder: Path) -> li
     return [folder / "run.py", *written]
 
 
-def _save_models(result: Ported, folder: Path, name: str) -> tuple[list[Path], list[tuple[str, dict[str, str]]]]:
-    """Write the models of a program for batches of each shape, where they differ.
-
-    Args:
-      result: The program.
-      folder: The folder of the recipe.
-      name: Folder in it.
+def _save_models(result: Ported, folder: Path) -> list[Path]:
+    """Write the models of a program for batches of each shape, one for all that compute the same.
 
     Returns:
-      The files of the first one; its folder, with those for other shapes.
+      The files of the first one.
     """
-    written, of_shapes = _save_source(result.model, folder / name), dict[str, str]()
+    backward, inputs = result.training.programs[0]
+    written = _save_source(result.model, folder)
+    files = {"model.py": [shapes(inputs.batch_of(backward))]}
     for i, (shape, model) in enumerate(result.others, 2):
-        inner = Path(name) / f"shape_{i}"
-        files = _save_source(model, folder / inner)
-        if any(_content(file) != _content(folder / name / file.name) for file in files):
-            of_shapes[shape] = inner.as_posix()
-            (folder / inner / "params.safetensors").unlink()
+        inner = folder / f"shape_{i}"
+        own = _save_source(model, inner)
+        if any(_content(file) != _content(folder / file.name) for file in own):
+            files[f"{inner.name}/model.py"] = [shape]
+            (inner / "params.safetensors").unlink()
         else:
-            shutil.rmtree(folder / inner)
-    return written, [(name, of_shapes)]
+            files["model.py"].append(shape)
+            shutil.rmtree(inner)
+    (folder / SHAPES).write_text(json.dumps(files, indent=1), encoding="utf-8")
+    return written
 
 
 def _save_source(model: ImportedModel, folder: Path) -> list[Path]:

@@ -4,9 +4,12 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from jaxtrain.cli import main
+from jaxtrain.errors import UserError
 from jaxtrain.port.data import ScriptRows, script_loader
 from jaxtrain.port.ported import ported
 from jaxtrain.port.rerun import check_rerun
@@ -118,16 +121,17 @@ def test_values_are_clipped_and_rates_given_for_batches_of_each_shape(tmp_path: 
     check_rerun(training)
     result = ported(training)
     write(result, path, [], tmp_path)
-    assert "shape_2" in (tmp_path / "run.py").read_text()
+    assert "shape_2" in (tmp_path / "shapes.json").read_text()
     proof = prove(result, tmp_path, "clipped")
     assert proof.passed, proof.lines
     for bug in (
         ("max_value=0.02", "max_norm=0.02"),
         ('batch.pop("rate_1")', 'batch.pop("rate_1") * 1.01'),
-        ('"x [7, 6], y [7]"', '"x [6, 6], y [6]"'),
     ):
         with changed(tmp_path / "run.py", *bug):
             assert not prove(result, tmp_path, "clipped").passed
+    with changed(tmp_path / "shapes.json", '"shape_2/model.py": [', '"model.py": ["x [8, 6], y [8]",'):
+        assert not prove(result, tmp_path, "clipped").passed
 
 
 @pytest.mark.parametrize(
@@ -140,13 +144,16 @@ def test_a_smaller_last_batch_is_proved_too(tmp_path: Path, loss: str) -> None:
     result = ported(training)
     write(result, path, [], tmp_path)
     assert prove(result, tmp_path, "small").passed
-    text = (tmp_path / "run.py").read_text()
+    text = (tmp_path / "shapes.json").read_text()
     assert ("shape_2" in text) == ("len(x)" in loss) == (tmp_path / "shape_2").exists()
     if "len(x)" in loss:  # the first model alone is wrong for the smaller batch
-        (tmp_path / "run.py").write_text(text.replace('"x [2, 6], y [2]"', '"x [3, 6], y [3]"'))
-        proof = prove(result, tmp_path, "small")
+        with changed(tmp_path / "shapes.json", '"shape_2/model.py": [', '"model.py": ["x [8, 6], y [8]",'):
+            proof = prove(result, tmp_path, "small")
         assert not proof.passed
         assert all("batches of x [2, 6], y [2]: " in line for line in proof.lines[1:])
+    params, batch = result.model.params, {"x": np.ones((3, 6), np.float32), "y": np.zeros(3, np.int32)}
+    with pytest.raises(UserError, match=r"a batch has the shapes x \[3, 6\], y \[3\], and the models of"):
+        load_recipe(f"{tmp_path / 'run.py'}::Run")[1].task().loss_fn(params, batch, jax.random.key(0))
 
 
 def test_the_data_of_a_recipe_are_the_scripts_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,6 @@ def test_the_written_files_are_the_script(written) -> None:
         ("max_norm=0.05", "max_norm=0.051"),
         ("max_value=0.01", "max_norm=0.01"),
         ('batch.pop("rate")', '1.01 * batch.pop("rate")'),
-        ('"turn_2/model.py"', '"model.py"'),
     ],
 )
 def test_a_bug_in_the_written_turns_is_noticed(written, old: str, new: str) -> None:
