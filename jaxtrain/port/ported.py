@@ -71,7 +71,8 @@ def _in_turn(training: Training, turns: Sequence[Ported]) -> Ported:
                 by_path.setdefault(path, {})[i] = Call("at_turn", {"optimizer": call, "turn": i})
         if turn.model.params.keys() != turns[0].model.params.keys():
             line = turn.training.programs[0][0].line
-            raise refused_at("several optimizers, and layers that are a loop in one program alone", line, "")
+            problem = "several optimizers, and layers that are a loop in one program alone"
+            raise refused_at(problem, line, "call all layers in the updates of each optimizer")
     return replace(turns[0], training=training, optimizer=_added(by_path, training), turns=tuple(turns))
 
 

@@ -65,6 +65,7 @@ def _in_turn(recording: Recording, optimizers: Sequence[torch.optim.Optimizer | 
     skipped = next((update for update in recording.updates if update.optimizer is None), None)
     if skipped is not None:
         raise refused_at("several optimizers and a GradScaler", skipped.line, "scale no loss")
+    _check_they_alternate(recording, optimizers)
     modules = _modules(recording, [b for update in recording.updates for b in update.backwards], *optimizers)
     turns = of_turns(recording, optimizers)
     made = [made_in(turn) for turn in turns]
@@ -88,6 +89,16 @@ def _in_turn(recording: Recording, optimizers: Sequence[torch.optim.Optimizer | 
     for clamp in (clamp for u in recording.updates for key, clamp in u.clamps.items() if key not in clamped):
         raise refused_at("parameters are clamped before an update", clamp.line, "clamp them after each update")
     return replace(found[0], recording=recording, turns=tuple(found))
+
+
+def _check_they_alternate(recording: Recording, optimizers: Sequence[torch.optim.Optimizer | Joint]) -> None:
+    """Refuse optimizers of which one trains after the other, as those of several folds of data."""
+    order = [optimizers.index(update.optimizer) for update in recording.updates if update.optimizer is not None]
+    count = order.count(order[0])
+    if order == sorted(order, key=order.index) and min(map(order.count, order)) > 1:
+        line = recording.optimizers[id(parts_of(optimizers[order[-1]])[0])]
+        remedy = f"give --updates {count} to port the first one"
+        raise refused_at("an optimizer begins when another one has ended", line, remedy)
 
 
 def _produced(

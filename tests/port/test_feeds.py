@@ -1,6 +1,9 @@
 """Scripts that give their batches themselves: carried state, numbers that differ, rates by hand, uneven windows."""
 
 import itertools
+import os
+import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -224,7 +227,13 @@ def test_files_that_exist_are_kept(tmp_path: Path) -> None:
         assert old.read_bytes() == b"x"
         torch.save({"a": 3}, tmp_path / "other.pt")
         new.write_text("new")
+        time.sleep(0.02)  # the clock of files is coarse
+        descriptor, made = tempfile.mkstemp(dir=tmp_path)
+        os.close(descriptor)
+        Path(made).write_text("made")
+        os.replace(made, tmp_path / "moved.txt")
     assert old.read_bytes() == before
     assert log.read_text() == "first\n"
     assert new.read_text() == "new"
+    assert (tmp_path / "moved.txt").read_text() == "made"
     assert not (tmp_path / "other.pt").exists()

@@ -166,6 +166,15 @@ REFUSED = {
         "Noisy draws random numbers of Python or NumPy",
         "loss = criterion(model(x), y)",
     ),
+    "one model after another": (
+        {
+            "model": "models = [nn.Linear(6, 3), nn.Linear(6, 3)]; model = models[0]",
+            "optimizer": "optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in models)",
+            "end": "model, optimizer = models[1], other",
+        },
+        "an optimizer begins when another one has ended",
+        "optimizer, other",
+    ),
     "momenta by hand": (
         {"step": "optimizer.step(); optimizer.zero_grad(); optimizer.param_groups[0]['momentum'] = 0.1 * (i % 2)"},
         "settings of the optimizer change without a scheduler (momentum 0, then",

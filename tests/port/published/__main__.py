@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.port.published.hub import write_hub
+
 HERE = Path(__file__).parent
 _GAN = "PyTorch-GAN/implementations"
 
@@ -27,10 +29,12 @@ class Script(NamedTuple):
     Attributes:
       path: Its file, in FOLDER.
       args: Its arguments.
+      packages: Folder of the packages that it finds stand-ins for.
     """
 
     path: str
     args: str = ""
+    packages: str = "vision"
 
 
 SCRIPTS = {
@@ -95,7 +99,15 @@ SCRIPTS = {
             "504_batch_normalization",
         )
     },
-    "cifar": Script("pytorch-cifar/main.py"),
+    **{
+        f"accelerate_{name}": Script(f"accelerate/examples/{path}{name}.py", "--cpu", "text")
+        for path, names in {
+            "": "nlp_example complete_nlp_example",
+            "by_feature/": "automatic_gradient_accumulation checkpointing cross_validation early_stopping "
+            "gradient_accumulation local_sgd memory multi_process_metrics profiler tracking",
+        }.items()
+        for name in names.split()
+    },
 }
 
 
@@ -112,10 +124,11 @@ def ported(folder: Path, script: Script, limit: float) -> tuple[str, float]:
         own = Path(work) / "script"
         shutil.copytree(path.parent, own, ignore=shutil.ignore_patterns("*.gif", "*.jpg", "*.png"))
         (Path(work) / "data").mkdir()
-        found = _stand_ins(own)
+        _stand_ins(own, script)
         command = [*_JAXTRAIN, "port", "--out", f"{work}/port", path.name, *script.args.split()]
-        paths = os.pathsep.join([str(HERE), *found, os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": paths, "CI": "true"}
+        paths = os.pathsep.join([str(HERE / script.packages), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": paths, "CI": "true", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}
+        environment["HF_HOME"] = f"{work}/huggingface"
         try:
             done = subprocess.run(command, cwd=own, env=environment, capture_output=True, text=True, timeout=limit)
         except subprocess.TimeoutExpired:
@@ -123,8 +136,10 @@ def ported(folder: Path, script: Script, limit: float) -> tuple[str, float]:
     return _verdict(done), time.perf_counter() - start
 
 
-def _stand_ins(own: Path) -> list[str]:
+def _stand_ins(own: Path, script: Script) -> None:
     """Give a script the files that it reads."""
+    if script.packages == "text":
+        write_hub(own)
     text = "the cat sat on the mat and the dog ate a fish while birds sang in the old tree\n"
     if (own / "data" / "wikitext-2").is_dir():
         for name in ("train", "valid", "test"):
@@ -132,7 +147,6 @@ def _stand_ins(own: Path) -> list[str]:
     if (own / "data_utils.py").exists():
         (own / "data").mkdir(exist_ok=True)
         (own / "data" / "train.txt").write_text(text * 400)
-    return []
 
 
 def _verdict(done: subprocess.CompletedProcess[str]) -> str:
