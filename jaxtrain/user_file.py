@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -63,3 +64,8 @@ def imported_source(path: Path) -> bytes:
 def own_folders() -> set[Path]:
     """Return the folders of the files that were imported, which hold the modules that those import."""
     return {path.parent for path in _SOURCES}
+
+
+def with_hash_seed() -> dict[str, str]:
+    """Return the environment of a process in which strings have the same hashes, and sets an order, in every run."""
+    return {"PYTHONHASHSEED": "0", **os.environ}

@@ -12,7 +12,7 @@ from typing import Any
 from jaxtrain.errors import UserError
 from jaxtrain.fields import Count, field_errors
 from jaxtrain.flags import parse
-from jaxtrain.hash_seed import with_hash_seed
+from jaxtrain.user_file import with_hash_seed
 
 COMMAND = "jaxtrain port [--updates N] [--out DIR] SCRIPT [the script's own arguments]"
 

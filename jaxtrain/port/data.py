@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxtrain.data import RandomStates, tensor_to_numpy
 from jaxtrain.errors import UserError
-from jaxtrain.hash_seed import with_hash_seed
+from jaxtrain.user_file import with_hash_seed
 
 _MADE: dict[tuple[Path, tuple[str, ...]], list[Any]] = {}
 
