@@ -204,3 +204,54 @@ def test_a_recipe_counts_the_epochs_of_the_script(small) -> None:
     result, _ = small
     assert result.training.epoch == 7
     assert dataclasses.asdict(result.training.programs[0][1])["leaves"].keys() == {"x", "y"}
+
+
+CODEBOOK = """
+class Codebook(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.randn(5, 4))
+        self.register_buffer("counts", torch.zeros(5))
+        self.register_buffer("sums", self.codes.clone())
+
+    def forward(self, z):
+        ids = torch.cdist(z, self.codes).argmin(1)
+        q = nn.functional.embedding(ids, self.codes)
+        if self.training:
+            hits = nn.functional.one_hot(ids, 5).type(z.dtype)
+            self.counts.data.mul_(0.9).add_(hits.sum(0), alpha=0.1)
+            self.sums.data.mul_(0.9).add_(hits.t() @ z.detach(), alpha=0.1)
+            self.codes.data.copy_(self.sums / (self.counts + 0.1).unsqueeze(1))
+        return z + (q - z).detach(), (q.detach() - z).square().mean()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.codebook, self.decoder = nn.Linear(6, 4), Codebook(), nn.Linear(4, 6)
+
+    def forward(self, x):
+        q, commitment = self.codebook(self.encoder(x))
+        return self.decoder(q), commitment
+
+
+model = Model()
+"""
+
+
+def test_a_codebook_follows_what_it_encodes(tmp_path: Path) -> None:
+    """As that of a VQ-VAE with moving averages."""
+    path = script(
+        tmp_path,
+        model=CODEBOOK,
+        optimizer="optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)",
+        forward="out, commitment = model(x); loss = (out - x).square().mean() + 0.25 * commitment",
+    )
+    training = understood(record(path, [], 20))
+    check_rerun(training)
+    result = ported(training)
+    write(result, path, [], tmp_path)
+    proof = prove(result, tmp_path, "codebook")
+    assert proof.passed, proof.lines
+    with changed(tmp_path / "model.py", "0.9", "0.91"):
+        assert not prove(result, tmp_path, "codebook").passed

@@ -361,3 +361,30 @@ def test_the_command_writes_the_source_and_the_weights(tmp_path: Path, capsys: p
 def _check_style(path: Path) -> None:
     for command in (["check"], ["format", "--check"]):
         subprocess.run([sys.executable, "-m", "ruff", *command, "--isolated", path.name], cwd=path.parent, check=True)
+
+
+def test_classes_may_have_the_names_of_a_files_own(tmp_path: Path) -> None:
+    """As `Model`, which is the name of a file's function, and keywords and builtins of Python."""
+
+    def layer(name: str) -> nn.Module:
+        def init(self: Any) -> None:
+            nn.Module.__init__(self)
+            self.linear = nn.Linear(3, 3)
+
+        forward = lambda self, x: torch.tanh(self.linear(x))  # noqa: E731
+        return type(name, (nn.Module,), {"__init__": init, "forward": forward})()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            names = ("Model", "Lambda", "Sum", "State", "Keys", "Batch", "Params", "Rng", "Stacked", "Class", "Jnp")
+            self.layers = nn.Sequential(*map(layer, names))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)
+
+    x = np.ones((4, 3), np.float32)
+    model = jt.from_torch(Model(), x)
+    path = model.save_source(tmp_path / "model.py")[0]
+    found = import_file(path).model(model.params, x)[0]
+    np.testing.assert_allclose(found, model(model.params, x)[0], rtol=1e-6)

@@ -11,18 +11,12 @@ from jaxtrain.torch_import.source.batch_norm_call import batch_norm_item
 from jaxtrain.torch_import.source.body import Body, Item, Resolve
 from jaxtrain.torch_import.source.call_tree import Block, Origins, calls_of, results_of, specs_of, tree_of
 from jaxtrain.torch_import.source.expressions import Expr, attribute, call, method, structure, subscript
-from jaxtrain.torch_import.source.identifiers import identifier, input_names, mentions, place_of, snake_case
+from jaxtrain.torch_import.source.identifiers import RESERVED, identifier, input_names, mentions, place_of, snake_case
 from jaxtrain.torch_import.source.pytorch_code import file_of, forward_of, statements
 from jaxtrain.torch_import.source.scope import Scope, own
 from jaxtrain.torch_import.source.signatures import Function, Functions, docstring, result_type, shape_of, typed
 from jaxtrain.torch_import.source.writing import Writing
 
-RESERVED = frozenset(
-    {
-        *("params", "buffers", "state", "keys", "train", "new_state", "batch", "rng", "model", "evaluate"),
-        *("jax", "jnp", "np", "jt", "F", "of", "joined", "stacked", "Array", "Tensors", "Keys", "Any"),
-    }
-)
 _VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
 _PASSING = frozenset({"detach", "leaf", "mul", "add", "_to_copy", "view", "clone"})
 """Operations whose result has the name of their only operand, if PyTorch's code gives it none."""

@@ -5,6 +5,14 @@ from collections.abc import Callable, Collection, Sequence
 
 from jaxtrain.torch_import.source.body import Item
 
+RESERVED = frozenset(
+    {
+        *("params", "buffers", "state", "keys", "train", "new_state", "batch", "rng", "model", "evaluate"),
+        *("jax", "jnp", "np", "jt", "F", "of", "joined", "stacked", "Array", "Tensors", "Keys", "Any"),
+    }
+)
+"""Names that the text of a file has for something else."""
+
 
 def input_names(
     inputs: Sequence[str],

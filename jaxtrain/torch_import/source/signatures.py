@@ -1,5 +1,7 @@
 """The functions of a file: their names, what they take and return, types and docstrings."""
 
+import builtins
+import keyword
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -7,6 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxtrain.torch_import.graph import Spec, dtype_of
+from jaxtrain.torch_import.source.identifiers import RESERVED
 from jaxtrain.torch_import.source.ruff_format import WIDTH
 
 
@@ -46,7 +49,8 @@ class Functions:
           text: From the name and a part of the docstring that equal functions need not share to the text.
           doc: That part.
         """
-        for candidate in (name, *(f"{name}_{i}" for i in range(2, 1000))):
+        is_taken = name in RESERVED or keyword.iskeyword(name) or hasattr(builtins, name)
+        for candidate in (*([] if is_taken else [name]), *(f"{name}_{i}" for i in range(2, 1000))):
             written = (owner, text(candidate, ""))
             if self._written.setdefault(candidate, written) == written:
                 self.texts.setdefault(candidate, text(candidate, doc))
