@@ -100,6 +100,33 @@ SCRIPTS = {
         )
     },
     **{
+        f"zero_{name}": Script(f"PyTorchZeroToAll/{name}.py")
+        for name in (
+            *("05_linear_regression", "06_logistic_regression", "07_diabets_logistic", "08_2_dataset_loade_logistic"),
+            *("09_2_softmax_mnist", "10_1_cnn_mnist", "11_1_toy_inception_mnist", "12_2_hello_rnn"),
+            *("12_3_hello_rnn_seq", "12_4_hello_rnn_emb", "13_2_rnn_classification", "13_3_char_rnn"),
+            *("14_1_seq2seq", "14_2_seq2seq_att"),
+        )
+    },
+    **{
+        f"beginner_{name}": Script(f"pytorch-beginner/{path}.py")
+        for name, path in {
+            "linear": "01-Linear Regression/Linear_Regression",
+            "logistic": "02-Logistic Regression/Logistic_Regression",
+            "network": "03-Neural Network/neural_network",
+            "cnn": "04-Convolutional Neural Network/convolution_network",
+            "rnn": "05-Recurrent Neural Network/recurrent_network",
+            "n_gram": "06-Natural Language Process/N-Gram",
+            "bag_of_words": "06-Natural Language Process/bag-of-word",
+            "seq_lstm": "06-Natural Language Process/seq-lstm",
+            "vae": "08-AutoEncoder/Variational_autoencoder",
+            "conv_autoencoder": "08-AutoEncoder/conv_autoencoder",
+            "simple_autoencoder": "08-AutoEncoder/simple_autoencoder",
+            "conv_gan": "09-Generative Adversarial network/conv_gan",
+            "simple_gan": "09-Generative Adversarial network/simple_Gan",
+        }.items()
+    },
+    **{
         f"accelerate_{name}": Script(f"accelerate/examples/{path}{name}.py", "--cpu", "text")
         for path, names in {
             "": "nlp_example complete_nlp_example",
