@@ -1,9 +1,9 @@
 """Engines: whole training steps of a case, from the same weights, on the same batch, in JAX and in PyTorch."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks import features
@@ -25,8 +25,9 @@ class Engine:
       compile_s: Seconds to compile with an empty cache; None where nothing is compiled.
       warm_compile_s: Seconds to compile with the persistent cache filled; None likewise.
       flops: FLOPs of a step as the mathematics has them, without rematerialization; None if unknown.
-      predicted_s: Seconds of a step that `jaxtrain.cost.GpuProgram` predicts from the program that runs; None for
-        devices that are not among its targets.
+      predicted: What `jaxtrain.cost.GpuProgram` predicts from the program that runs; empty for devices that are not
+        among its targets.
+      units: (number, name) of what throughput counts in a step; None where the job's name tells.
       prepare: Called before each step, outside its time.
       note: A line to report about this engine, such as reduced work; "" for none.
     """
@@ -38,7 +39,8 @@ class Engine:
     compile_s: float | None = None
     warm_compile_s: float | None = None
     flops: int | None = None
-    predicted_s: float | None = None
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+    units: tuple[int, str] | None = None
     prepare: Callable[[], None] = lambda: None
     note: str = ""
 
@@ -62,12 +64,13 @@ def _jax(case: Case, batch: Batch, job: Job) -> Engine:
 
     step = features.train_step(case, job)
     state, arrays = _initial_state(case, job, step), jax_side.arrays(batch, job.precision)
-    compiled, cold, warm, flop_count, predicted = step.jitted, None, None, None, None
+    compiled, cold, warm, flop_count = step.jitted, None, None, None
+    predicted: dict[str, Any] = {}
     if job.precision != "fp64":  # which is not timed
         plain = features.train_step(case, Job(job.workload, "jax", accumulate=job.accumulate))
         flop_count = flops(plain.pure, jax.eval_shape(lambda: _initial_state(case, job, plain)), arrays)
         compiled, cold, warm = compile_twice(step.jitted, state, arrays)
-        predicted = _predicted_seconds(compiled)
+        predicted = prediction(compiled)
     device = jax.local_devices()[0]
     losses: list[float] = []
 
@@ -83,14 +86,29 @@ def _jax(case: Case, batch: Batch, job: Job) -> Engine:
     return Engine(run_step, losses, device.device_kind, peak_bytes, cold, warm, flop_count, predicted)
 
 
-def _predicted_seconds(compiled: Any) -> float | None:
-    """Return the predicted seconds of a program for the local device; None if that is not one of the targets."""
+def prediction(compiled: Any) -> dict[str, Any]:
+    """Return what a program is predicted to take on the local device; empty if that is not one of the targets.
+
+    Args:
+      compiled: The program.
+
+    Returns:
+      Seconds of a run, bytes that it moves, its most memory, and its products by the dtypes of operands and result.
+    """
     import jax
 
     from jaxtrain.cost import GpuProgram, target_of
 
     target = target_of(jax.local_devices()[0])
-    return None if target is None else GpuProgram.read(compiled, target).seconds
+    if target is None:
+        return {}
+    program = GpuProgram.read(compiled, target)
+    return {
+        "predicted_s": program.seconds,
+        "predicted_moved_bytes": program.moved_bytes,
+        "predicted_peak_bytes": program.peak_bytes,
+        "products": dict(program.product_dtypes),
+    }
 
 
 def _micro_steps(case: Case, batch: Batch, job: Job) -> Engine:

@@ -49,7 +49,8 @@ def _serve(job: Job) -> None:
                     compile_s=engine.compile_s,
                     warm_compile_s=engine.warm_compile_s,
                     flops=engine.flops,
-                    predicted_s=engine.predicted_s,
+                    predicted=engine.predicted,
+                    units=engine.units,
                 )
             case ["turn", steps, seconds]:
                 _send(**time_steps(engine, int(steps), float(seconds)))
