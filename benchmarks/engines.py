@@ -12,6 +12,9 @@ from benchmarks.workloads import Workload
 from jaxtrain.errors import UserError
 from parity.case import Batch, Case
 
+TORCH_ATTENTION = ("cuDNN", "FlashAttention")
+"""Features of PyTorch's engines: the only kernel that its attention may use. By default PyTorch chooses."""
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -168,6 +171,11 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     from parity.sides import torch_side
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if job.feature in TORCH_ATTENTION:
+        torch.backends.cuda.enable_cudnn_sdp(job.feature == "cuDNN")
+        torch.backends.cuda.enable_flash_sdp(job.feature == "FlashAttention")
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_math_sdp(False)
     # In convolutions as in products, as on JAX's side.
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
     # The images already have this layout: they are [B, H, W, C], which the loss permutes.

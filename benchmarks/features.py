@@ -21,6 +21,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "loss scaling": {"loss_scale": dynamic_loss_scale(init_scale=1024.0)},
     "ema": {"ema": 0.999},
     "loop": {"unroll": False},
+    "deterministic": {"unroll": False, "deterministic": True},
 }
 """Options of `jaxtrain.train_step`, by feature; "loop" is the loop over layers, which is unrolled otherwise."""
 MICRO_STEPS = "a call each"
