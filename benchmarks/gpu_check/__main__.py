@@ -26,8 +26,8 @@ class GpuCheck:
 
     folder: Annotated[Path, Flag(positional=True, metavar="FOLDER")] = Path(os.environ.get("OUT", "gpu-check"))
     """Folder of results.jsonl, summary.md and the parts' logs; by default $OUT, else gpu-check."""
-    parts: str = f"1-{len(PARTS)}"
-    """Parts to run, such as 1-4 or 2,5."""
+    parts: str | None = None
+    """Parts to run, such as 1-4 or 2,5; by default all."""
     rehearse: bool = False
     """Run the same code on a CPU, at tiny sizes, whose figures mean nothing."""
 
@@ -53,8 +53,10 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
         return 130
 
 
-def _selected(text: str, parts: Sequence[Part]) -> list[Part]:
-    """Return the parts of "1-4" or "2,5", in their order."""
+def _selected(text: str | None, parts: Sequence[Part]) -> list[Part]:
+    """Return the parts of "1-4" or "2,5", in their order; all for None."""
+    if text is None:
+        return [*parts]
     chosen: set[int] = set()
     for piece in text.split(","):
         first, _, last = piece.partition("-")

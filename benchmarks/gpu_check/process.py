@@ -47,6 +47,8 @@ def run_limited(
         finally:
             kill_tree(child.pid)
             status = child.wait()
+            if child.stdout is not None:
+                child.stdout.close()
     if not in_time:
         return f"stopped after {limit_s:.0f} s"
     return "done" if status == 0 else f"failed: {_last_line(log) or f'exit status {status}'}"

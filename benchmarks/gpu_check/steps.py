@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         figures = figures_of(options.name, results)
         for what in printed:
             for row in figures[what][printed[what] :]:
-                emit(what.removesuffix("s"), **row)
+                emit(what.removesuffix("s"), **{"of" if name == "what" else name: x for name, x in row.items()})
             printed[what] = len(figures[what])
 
     results = measure(Suite(groups, ROUNDS, ["bf16"]), Budget(options.seconds), note, note, save)
