@@ -113,8 +113,8 @@ def _run(options: Benchmarks) -> int:
         save(results, complete=True)
     finally:
         if document.get("rows"):
-            _print(console, document)
-            _write_pages(options.html, options.png, document)
+            print_figures(console, document)
+            write_figures(document, html=options.html, png=options.png)
     return 0
 
 
@@ -142,7 +142,8 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _print(console: Console, document: Mapping[str, Any]) -> None:
+def print_figures(console: Console, document: Mapping[str, Any]) -> None:
+    """Print the table of a document, its ratios and what follows from them."""
     from benchmarks.figures import slope
     from benchmarks.rows import ratio_line, table
 
@@ -157,7 +158,12 @@ def _print(console: Console, document: Mapping[str, Any]) -> None:
         console.print(f"{kind} per device: bytes ~ devices^{exponent:.3f}")
 
 
-def _write_pages(html: Path | None, png: Path | None, document: Mapping[str, Any]) -> None:
+def write_figures(
+    document: Mapping[str, Any], *, json: Path | None = None, html: Path | None = None, png: Path | None = None
+) -> None:
+    """Write a document to those files that have a name."""
+    if json:
+        write_json(json, document)
     if html:
         from benchmarks.page import write_page
 

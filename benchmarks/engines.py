@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks import features
@@ -54,9 +54,8 @@ def engine(job: Job, workload: Workload) -> Engine:
     batch = case.batch(0, case.rows)
     if job.feature == features.MICRO_STEPS:
         return _micro_steps(case, batch, job)
-    if job.engine == "jax":
-        return _jax(case, batch, job)
-    return _torch(case, batch, job, workload)
+    built = _jax(case, batch, job) if job.engine == "jax" else _torch(case, batch, job, workload)
+    return replace(built, units=(workload.units_per_step(job.sizes), workload.unit))
 
 
 def _jax(case: Case, batch: Batch, job: Job) -> Engine:
@@ -181,7 +180,9 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     # The images already have this layout: they are [B, H, W, C], which the loss permutes.
     layout = torch.channels_last if workload.images else torch.contiguous_format
     wide = job.precision == "fp64"
-    model = torch_side.model_of(case).to(device, torch.float64 if wide else torch.float32)
+    # A user's own module has the drawn weights as long as it is lent: for the rest of the process.
+    model = torch_side.seeded_model(case, 0).__enter__() if case.module is not None else torch_side.model_of(case)
+    model = model.to(device, torch.float64 if wide else torch.float32)
     model = model.to(memory_format=layout)  # type: ignore[call-overload]  # missing from PyTorch's stubs
     if job.remat == "full":
         _enable_checkpointing(model, job)
@@ -190,7 +191,8 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     dtype = torch_side.COPY.get(job.precision)
     copied = torch_side.LowPrecisionCopy(case, model, dtype) if dtype else None
     computing, model = (copied.model, copied.masters) if copied else (model, model)
-    optimizer = torch.optim.AdamW(model.parameters(), **asdict(case.optimizer), fused=True)
+    optimizer = _fused(case.torch_optimizer(model))
+    scheduler = None if case.optimizer.scheduler is None else case.optimizer.scheduler(optimizer)
     scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision)
     rows = case.rows // job.accumulate
@@ -222,6 +224,8 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
         scaler.step(optimizer)
         scaler.update()
+        if scheduler is not None:
+            scheduler.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         losses.append(float(total))
@@ -235,6 +239,18 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     cold = _seconds(run_step)
     torch.compiler.reset()
     return Engine(run_step, losses, name, peak_bytes, cold, _seconds(run_step))
+
+
+def _fused(optimizer: Any) -> Any:
+    """Let an optimizer update all parameters in one kernel, where it can."""
+    import torch
+
+    if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False
+        # As the constructor does for fused=True: the kernel unscales the gradients, and skips an overflow.
+        optimizer._step_supports_amp_scaling = True
+    return optimizer
 
 
 def _tensor(x: Any, dtype: Any) -> Any:

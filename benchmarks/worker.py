@@ -61,7 +61,7 @@ def _serve(job: Job) -> None:
 def build_engine(job: Job) -> Any:
     """Return the `benchmarks.engines.Engine` of any job."""
     from benchmarks import ceiling, engines, host, run, updates
-    from benchmarks.workloads import WORKLOADS
+    from benchmarks.own import workload_of
 
     if job.workload in ceiling.CEILINGS:
         return ceiling.engine(job)
@@ -71,7 +71,7 @@ def build_engine(job: Job) -> Any:
         return host.engine(job)
     if job.workload == run.WORKLOAD:
         return run.engine(job)
-    return engines.engine(job, WORKLOADS[job.workload])
+    return engines.engine(job, workload_of(job.workload))
 
 
 def time_steps(engine: Any, steps: int, seconds: float) -> dict[str, list[float]]:
