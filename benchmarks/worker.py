@@ -61,7 +61,7 @@ def _serve(job: Job) -> None:
 def build_engine(job: Job) -> Any:
     """Return the `benchmarks.engines.Engine` of any job."""
     from benchmarks import ceiling, engines, host, run, updates
-    from benchmarks.own import workload_of
+    from benchmarks.own_work import workload_of
 
     if job.workload in ceiling.CEILINGS:
         return ceiling.engine(job)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from benchmarks.gpu_check.parts import PARTS, Part
+from benchmarks.gpu_check.parts import PARTS, ROOM_S, TOTAL_S, Part
 from benchmarks.gpu_check.process import run_limited
 from benchmarks.gpu_check.summary import summary
 from jaxtrain.errors import UserError
@@ -17,7 +17,7 @@ from jaxtrain.flags import Flag, parse
 
 MACHINE_LIMIT_S = 60.0
 REHEARSAL = 4.0
-"""Factor of the limits in a rehearsal: a CPU of few cores starts programs slowly."""
+"""Factor of the limits in a rehearsal."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,12 @@ def _run(options: GpuCheck, parts: Sequence[Part]) -> int:
     _say("the machine")
     machine = _machine(options, environment)
     record.add(0, **machine, rehearsal=options.rehearse)
-    outcomes = [_part(part, options, environment, record) for part in parts]
+    begin, outcomes = time.monotonic(), []
+    for part in parts:
+        left = TOTAL_S - (time.monotonic() - begin)
+        # A CPU of few cores starts programs slowly.
+        limit_s = part.limit_s * REHEARSAL if options.rehearse else min(part.limit_s, left)
+        outcomes.append(_part(part, limit_s, options, environment, record))
     _say(f"results in {options.folder}/summary.md and results.jsonl")
     return int(any(outcome != "done" for outcome in outcomes))
 
@@ -116,13 +121,13 @@ def _machine(options: GpuCheck, environment: Mapping[str, str]) -> dict[str, Any
     return found[0]
 
 
-def _part(part: Part, options: GpuCheck, environment: Mapping[str, str], record: Record) -> str:
+def _part(part: Part, limit_s: float, options: GpuCheck, environment: Mapping[str, str], record: Record) -> str:
     """Run a part within its limit, write its results as they come, and return how it ended."""
-    limit_s = part.limit_s * (REHEARSAL if options.rehearse else 1)
     _say(f"{part.number}. {part.title}, at most {limit_s:.0f} s")
     record.add(part.number, "start", title=part.title)
     begin = time.monotonic()
     arguments = [*part.arguments, *(["--rehearse"] if options.rehearse else [])]
+    arguments += ["--seconds", str(limit_s - ROOM_S)] if part.is_paced else []
     log = options.folder / f"part-{part.number}.log"
 
     def on_result(found: dict[str, Any]) -> None:

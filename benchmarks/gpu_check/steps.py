@@ -15,7 +15,7 @@ LANGUAGE = {"vocab_size": 512, "width": 64, "depth": 2, "heads": 2, "rows": 2, "
 ROUNDS = 6
 SUITES = {
     "gpt2": (
-        benchmarks.suites.SUITES["gpu"].groups[:2],
+        benchmarks.suites.SUITES["gpu"].groups[:1],
         [
             [
                 Job("gpt2-tiny", "jax", "bf16", feature="loop", sizes=LANGUAGE),
@@ -29,6 +29,7 @@ SUITES = {
             with_jax("resnet50", "bf16", "torch_eager"),
             with_jax("vit-s", "bf16", "torch_eager"),
             with_jax("llama-160m", "bf16", "torch_eager"),
+            benchmarks.suites.SUITES["gpu"].groups[1],
         ],
         [
             with_jax("llama-160m", "bf16", "torch_eager", sizes={**LANGUAGE, "hidden": 64, "keys": 1}),
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the rows and ratios of each group as soon as it is measured."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=SUITES)
-    parser.add_argument("seconds", type=float)
+    parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args(argv)
     groups = SUITES[options.name][options.rehearse]

@@ -38,7 +38,7 @@ def main(args: list[str]) -> int:
         raise UserError(f"--{wrong[0]}")
     for file in (options.json, options.html, options.png):
         check_writable(file)
-    from benchmarks.own import bench  # benchmarks are above jaxtrain, for those who have PyTorch
+    from benchmarks.bench import bench  # benchmarks are above jaxtrain, for those who have PyTorch
 
     budget_s = 60 * options.minutes
     bench(options.work, options.precision, budget_s, json=options.json, html=options.html, png=options.png)
