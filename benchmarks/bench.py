@@ -1,5 +1,6 @@
 """One's own work in turns of JAX and PyTorch, as the workloads of the suites: `jaxtrain bench FILE.py::NAME`."""
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -25,6 +26,8 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16_compute")
 """Precisions that both frameworks have."""
 FIRST_ROUNDS = 6
 """Rounds of the first figures: as many as an interval needs."""
+ALL_ENGINES = 3.0
+"""Least time of all engines, as a multiple of that in which JAX and eager PyTorch start and take a few turns."""
 ENGINES = ("jax", "torch_eager", "torch_compile")
 CONVENTION = (
     "MFU: FLOPs of the model's mathematics per second, without rematerialization, as a share of the fastest product of "
@@ -68,12 +71,13 @@ def measure(
       budget: Time limit.
       progress: Called with what is done next.
       note: Called with a line for each skipped or reduced piece of work.
-      save: Called with the first figures, then with those that replace them, and whether they do.
+      save: Called with figures, the first and those that replace them, and whether they are the last.
 
     Raises:
       UserError: As `check`, or the precision has no side in PyTorch.
       RunFailed: As `check`, or an engine failed.
     """
+    whole = budget.remaining()
     progress(f"{name}: comparing {STEPS} updates in float64")
     found = check(name, budget)
     chosen = precision or found.precision
@@ -87,14 +91,27 @@ def measure(
         note(line)
 
     progress("first figures: JAX and eager PyTorch")
-    save(found, Results([Group(timing.time_jobs(jobs[:2], FIRST_ROUNDS, budget.share(2), report), [])], notes), False)
+    left = budget.remaining()
+    first = Group(timing.time_jobs(jobs[:2], FIRST_ROUNDS, budget.share(2), report), [])
+    if len(first.timings) < 2:
+        raise RunFailed(f"{name}: nothing could be timed in this time: use --minutes")
+    needed = ALL_ENGINES * (left - budget.remaining())
+    if budget.remaining() < needed:
+        total = (whole - budget.remaining() + needed) / 60
+        report(f"for compiled PyTorch, MFU and more rounds use --minutes {math.ceil(total)}, or more")
+        save(found, Results([first], notes), True)
+        return
+    save(found, Results([first], notes), False)
+    save(found, Results([_all_engines(jobs, found, budget, progress, report)], notes), True)
+
+
+def _all_engines(jobs: list[Job], found: Facts, budget: Budget, progress: Report, report: Report) -> Group:
+    """Time all engines beside the largest product until the budget ends; without compiled PyTorch where that fails."""
     loop = [replace(jobs[0], feature="loop")] if found.has_loop else []
     with ExitStack() as stack:
-        ceilings = [Job("copy", engine) for engine in ENGINES[:2]]
-        ceilings += [Job("product", engine, jobs[0].product_precision) for engine in ENGINES[:2]]
-        progress("ceilings: a copy and a product")
-        beside = timing.warm_up(ceilings, stack, budget.share(3), report)
-        progress(f"all engines, for {budget.remaining():.0f} s")
+        products = [Job("product", engine, jobs[0].product_precision) for engine in ENGINES[:2]]
+        progress("all engines, beside the largest product")
+        beside = timing.warm_up(products, stack, budget.share(3), report)
         try:
             timings = timing.time_jobs([*loop, *jobs], None, budget, report, beside)
         except RunFailed as error:
@@ -102,7 +119,7 @@ def measure(
                 raise
             report(f"left out: {error}")
             timings = timing.time_jobs([*loop, *jobs[:2]], None, budget, report, beside)
-        save(found, Results([Group(timings, [taken for worker in beside if (taken := worker.take())])], notes), True)
+        return Group(timings, [taken for worker in beside if (taken := worker.take())])
 
 
 def bench(

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,9 @@ from parity.case import Batch, Case
 
 TORCH_ATTENTION = ("cuDNN", "FlashAttention")
 """Features of PyTorch's engines: the only kernel that its attention may use. By default PyTorch chooses."""
+
+_LENT = ExitStack()
+"""A user's own module has its new weights as long as it is lent: for the rest of the process."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +183,8 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     # The images already have this layout: they are [B, H, W, C], which the loss permutes.
     layout = torch.channels_last if workload.images else torch.contiguous_format
     wide = job.precision == "fp64"
-    # A user's own module has the drawn weights as long as it is lent: for the rest of the process.
-    model = torch_side.seeded_model(case, 0).__enter__() if case.module is not None else torch_side.model_of(case)
+    is_own = case.module is not None
+    model = _LENT.enter_context(torch_side.seeded_model(case, 0)) if is_own else torch_side.model_of(case)
     model = model.to(device, torch.float64 if wide else torch.float32)
     model = model.to(memory_format=layout)  # type: ignore[call-overload]  # missing from PyTorch's stubs
     if job.remat == "full":

@@ -96,10 +96,11 @@ def _run(options: GpuCheck, parts: Sequence[Part]) -> int:
     if options.rehearse:
         environment["JAX_PLATFORMS"] = "cpu"
     record = Record(options.folder, {part.number: part.title for part in PARTS} | {x.number: x.title for x in parts})
+    begin = time.monotonic()
     _say("the machine")
     machine = _machine(options, environment)
     record.add(0, **machine, rehearsal=options.rehearse)
-    begin, outcomes = time.monotonic(), []
+    outcomes = []
     for part in parts:
         left = TOTAL_S - (time.monotonic() - begin)
         # A CPU of few cores starts programs slowly.

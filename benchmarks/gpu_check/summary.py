@@ -39,9 +39,8 @@ _HIDDEN = ("accumulate", "remat", "device", "min_s", "upper_decile_s", "cpu_s")
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return rows as a table without columns that say nothing."""
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = [
-        name for name in names if name not in _HIDDEN and any(row.get(name) not in (None, "", [], {}) for row in rows)
-    ]
+    said = [name for name in names if any(row.get(name) not in (None, "", [], {}) for row in rows)]
+    columns = [name for name in said if name not in _HIDDEN]
     return [
         f"| {' | '.join(columns)} |",
         f"|{' --- |' * len(columns)}",
