@@ -14,7 +14,7 @@ from benchmarks.gpu_check.pairs import ROUNDS
 from benchmarks.timing import TURN, TURN_S
 from jaxtrain.models.attention import attention
 
-KERNELS = {"cuDNN": "__cudnn$fmha", "Pallas": "triton_kernel_call"}
+KERNELS = {"cuDNN": "__cudnn$fmha", "Pallas": "__gpu$xla.gpu.triton"}
 """Kernel -> what names it in a program."""
 
 
