@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 
@@ -15,6 +15,9 @@ from benchmarks.budget import Budget
 from jaxtrain.errors import UserError
 from jaxtrain.fields import Bound, field_errors
 from jaxtrain.flags import Flag, check_writable, parse
+
+if TYPE_CHECKING:
+    from benchmarks.measure import Results
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def check_gpu() -> None:
+    """Raise `UserError` unless both frameworks run on a GPU."""
+    import jax
+    import torch
+
+    remedy = "choose the suite cpu, or ask `jaxtrain doctor` what is missing"
+    if jax.default_backend() != "gpu":
+        raise UserError(f"suite gpu needs a GPU, but JAX runs on the {jax.default_backend()}: {remedy}")
+    if not torch.cuda.is_available():
+        raise UserError("suite gpu needs a PyTorch that uses the GPU, but this one does not: install its CUDA build")
+
+
 def _run(options: Benchmarks) -> int:
     from benchmarks.suites import select
 
@@ -70,8 +85,10 @@ def _run(options: Benchmarks) -> int:
         check_writable(path)
     # Workers share the accelerator with this process.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if options.suite == "gpu":
+        check_gpu()
 
-    from benchmarks.measure import Results, measure
+    from benchmarks.measure import measure
     from parity.attestation import environment
 
     # A pipe has no width.
@@ -79,8 +96,8 @@ def _run(options: Benchmarks) -> int:
     header: dict[str, Any] = {"suite": options.suite, "environment": environment()}
     document: dict[str, Any] = {}
 
-    def save(results: Results, complete: bool = False) -> None:
-        document.update({**header, **_figures(options.suite, results), "complete": complete})
+    def save(results: "Results", complete: bool = False) -> None:
+        document.update({**header, **figures_of(options.suite, results), "complete": complete})
         if options.json:
             write_json(options.json, document)
 
@@ -96,18 +113,20 @@ def _run(options: Benchmarks) -> int:
         save(results, complete=True)
     finally:
         if document.get("rows"):
-            _print(console, document)
-            _write_pages(options.html, options.png, document)
+            print_figures(console, document)
+            write_figures(document, html=options.html, png=options.png)
     return 0
 
 
-def _figures(suite: str, results: Any) -> dict[str, Any]:
+def figures_of(suite: str, results: "Results") -> dict[str, Any]:
+    """Return the figures of a document."""
     from benchmarks.figures import ceiling_rows, exponents, ratios, rows
 
+    groups = [group for group in results.groups if group.timings]
     return {
-        "ceilings": ceiling_rows(results.ceilings),
-        "rows": rows(results.timings, results.ceilings),
-        "ratios": ratios(results.timings),
+        "ceilings": [row for g in groups for row in ceiling_rows(g.ceilings, g.timings[0].job.workload)],
+        "rows": [row for group in groups for row in rows(*group)],
+        "ratios": [row for group in groups for row in ratios(group.timings)],
         "exponents": exponents(results.timings) if suite == "scaling" else [],
         "notes": results.notes,
     }
@@ -123,7 +142,8 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _print(console: Console, document: Mapping[str, Any]) -> None:
+def print_figures(console: Console, document: Mapping[str, Any]) -> None:
+    """Print the table of a document, its ratios and what follows from them."""
     from benchmarks.figures import slope
     from benchmarks.rows import ratio_line, table
 
@@ -138,7 +158,12 @@ def _print(console: Console, document: Mapping[str, Any]) -> None:
         console.print(f"{kind} per device: bytes ~ devices^{exponent:.3f}")
 
 
-def _write_pages(html: Path | None, png: Path | None, document: Mapping[str, Any]) -> None:
+def write_figures(
+    document: Mapping[str, Any], *, json: Path | None = None, html: Path | None = None, png: Path | None = None
+) -> None:
+    """Write a document to those files that have a name."""
+    if json:
+        write_json(json, document)
     if html:
         from benchmarks.page import write_page
 

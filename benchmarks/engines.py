@@ -1,9 +1,9 @@
 """Engines: whole training steps of a case, from the same weights, on the same batch, in JAX and in PyTorch."""
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks import features
@@ -11,6 +11,12 @@ from benchmarks.job import Job
 from benchmarks.workloads import Workload
 from jaxtrain.errors import UserError
 from parity.case import Batch, Case
+
+TORCH_ATTENTION = ("cuDNN", "FlashAttention")
+"""Features of PyTorch's engines: the only kernel that its attention may use. By default PyTorch chooses."""
+
+_LENT = ExitStack()
+"""A user's own module has its new weights as long as it is lent: for the rest of the process."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +31,9 @@ class Engine:
       compile_s: Seconds to compile with an empty cache; None where nothing is compiled.
       warm_compile_s: Seconds to compile with the persistent cache filled; None likewise.
       flops: FLOPs of a step as the mathematics has them, without rematerialization; None if unknown.
-      predicted_s: Seconds of a step that `jaxtrain.cost.GpuProgram` predicts from the program that runs; None for
-        devices that are not among its targets.
+      predicted: What `jaxtrain.cost.GpuProgram` predicts from the program that runs; empty for devices that are not
+        among its targets.
+      units: (number, name) of what throughput counts in a step; None where the job's name tells.
       prepare: Called before each step, outside its time.
       note: A line to report about this engine, such as reduced work; "" for none.
     """
@@ -38,7 +45,8 @@ class Engine:
     compile_s: float | None = None
     warm_compile_s: float | None = None
     flops: int | None = None
-    predicted_s: float | None = None
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+    units: tuple[int, str] | None = None
     prepare: Callable[[], None] = lambda: None
     note: str = ""
 
@@ -49,9 +57,8 @@ def engine(job: Job, workload: Workload) -> Engine:
     batch = case.batch(0, case.rows)
     if job.feature == features.MICRO_STEPS:
         return _micro_steps(case, batch, job)
-    if job.engine == "jax":
-        return _jax(case, batch, job)
-    return _torch(case, batch, job, workload)
+    built = _jax(case, batch, job) if job.engine == "jax" else _torch(case, batch, job, workload)
+    return replace(built, units=(workload.units_per_step(job.sizes), workload.unit))
 
 
 def _jax(case: Case, batch: Batch, job: Job) -> Engine:
@@ -62,12 +69,13 @@ def _jax(case: Case, batch: Batch, job: Job) -> Engine:
 
     step = features.train_step(case, job)
     state, arrays = _initial_state(case, job, step), jax_side.arrays(batch, job.precision)
-    compiled, cold, warm, flop_count, predicted = step.jitted, None, None, None, None
+    compiled, cold, warm, flop_count = step.jitted, None, None, None
+    predicted: dict[str, Any] = {}
     if job.precision != "fp64":  # which is not timed
         plain = features.train_step(case, Job(job.workload, "jax", accumulate=job.accumulate))
         flop_count = flops(plain.pure, jax.eval_shape(lambda: _initial_state(case, job, plain)), arrays)
         compiled, cold, warm = compile_twice(step.jitted, state, arrays)
-        predicted = _predicted_seconds(compiled)
+        predicted = prediction(compiled)
     device = jax.local_devices()[0]
     losses: list[float] = []
 
@@ -83,14 +91,29 @@ def _jax(case: Case, batch: Batch, job: Job) -> Engine:
     return Engine(run_step, losses, device.device_kind, peak_bytes, cold, warm, flop_count, predicted)
 
 
-def _predicted_seconds(compiled: Any) -> float | None:
-    """Return the predicted seconds of a program for the local device; None if that is not one of the targets."""
+def prediction(compiled: Any) -> dict[str, Any]:
+    """Return what a program is predicted to take on the local device; empty if that is not one of the targets.
+
+    Args:
+      compiled: The program.
+
+    Returns:
+      Seconds of a run, bytes that it moves, its most memory, and its products by the dtypes of operands and result.
+    """
     import jax
 
     from jaxtrain.cost import GpuProgram, target_of
 
     target = target_of(jax.local_devices()[0])
-    return None if target is None else GpuProgram.read(compiled, target).seconds
+    if target is None:
+        return {}
+    program = GpuProgram.read(compiled, target)
+    return {
+        "predicted_s": program.seconds,
+        "predicted_moved_bytes": program.moved_bytes,
+        "predicted_peak_bytes": program.peak_bytes,
+        "products": dict(program.product_dtypes),
+    }
 
 
 def _micro_steps(case: Case, batch: Batch, job: Job) -> Engine:
@@ -150,12 +173,19 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     from parity.sides import torch_side
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if job.feature in TORCH_ATTENTION:
+        torch.backends.cuda.enable_cudnn_sdp(job.feature == "cuDNN")
+        torch.backends.cuda.enable_flash_sdp(job.feature == "FlashAttention")
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_math_sdp(False)
     # In convolutions as in products, as on JAX's side.
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
     # The images already have this layout: they are [B, H, W, C], which the loss permutes.
     layout = torch.channels_last if workload.images else torch.contiguous_format
     wide = job.precision == "fp64"
-    model = torch_side.model_of(case).to(device, torch.float64 if wide else torch.float32)
+    is_own = case.module is not None
+    model = _LENT.enter_context(torch_side.seeded_model(case, 0)) if is_own else torch_side.model_of(case)
+    model = model.to(device, torch.float64 if wide else torch.float32)
     model = model.to(memory_format=layout)  # type: ignore[call-overload]  # missing from PyTorch's stubs
     if job.remat == "full":
         _enable_checkpointing(model, job)
@@ -164,7 +194,8 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     dtype = torch_side.COPY.get(job.precision)
     copied = torch_side.LowPrecisionCopy(case, model, dtype) if dtype else None
     computing, model = (copied.model, copied.masters) if copied else (model, model)
-    optimizer = torch.optim.AdamW(model.parameters(), **asdict(case.optimizer), fused=True)
+    optimizer = _fused(case.torch_optimizer(model))
+    scheduler = None if case.optimizer.scheduler is None else case.optimizer.scheduler(optimizer)
     scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision)
     rows = case.rows // job.accumulate
@@ -196,6 +227,8 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
         scaler.step(optimizer)
         scaler.update()
+        if scheduler is not None:
+            scheduler.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         losses.append(float(total))
@@ -209,6 +242,18 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     cold = _seconds(run_step)
     torch.compiler.reset()
     return Engine(run_step, losses, name, peak_bytes, cold, _seconds(run_step))
+
+
+def _fused(optimizer: Any) -> Any:
+    """Let an optimizer update all parameters in one kernel, where it can."""
+    import torch
+
+    if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False
+        # As the constructor does for fused=True: the kernel unscales the gradients, and skips an overflow.
+        optimizer._step_supports_amp_scaling = True
+    return optimizer
 
 
 def _tensor(x: Any, dtype: Any) -> Any:

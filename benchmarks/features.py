@@ -20,8 +20,10 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "no clipping": {"clip_norm": None},
     "loss scaling": {"loss_scale": dynamic_loss_scale(init_scale=1024.0)},
     "ema": {"ema": 0.999},
+    "loop": {"unroll": False},
+    "deterministic": {"unroll": False, "deterministic": True},
 }
-"""Options of `jaxtrain.train_step`, by feature."""
+"""Options of `jaxtrain.train_step`, by feature; "loop" is the loop over layers, which is unrolled otherwise."""
 MICRO_STEPS = "a call each"
 """The feature of a window computed by `MicroSteps`."""
 
@@ -30,14 +32,13 @@ def train_step(case: Case, job: Job) -> Any:
     """Return the step of `job`: `jaxtrain.train_step`, or one of `OWN_STEPS`."""
     if job.feature in OWN_STEPS:
         return OWN_STEPS[job.feature](case, job)
-    options = {"clip_norm": case.clip_norm, **FEATURES[job.feature]}
+    options = {"clip_norm": case.clip_norm, "unroll": True, **FEATURES[job.feature]}
     return jaxtrain.train_step(
         _loss_fn(case, job),
         case.optimizer.jax,
         precision=job.precision,
         accumulate=job.accumulate,
         remat=job.remat,
-        unroll=True,
         **options,
     )
 

@@ -17,7 +17,8 @@ class Job:
       accumulate: Micro-batches per window.
       remat: Rematerialization policy.
       sizes: Overrides of the workload's own sizes (rows, depth, ...).
-      feature: A name in `benchmarks.features` or `benchmarks.run`; "" for the plain step. JAX only.
+      feature: A name in `benchmarks.features` or `benchmarks.run`; for PyTorch, of the kernel that its attention uses,
+        in `benchmarks.engines.TORCH_ATTENTION`; "" for the plain step.
 
     Example:
       >>> Job.from_json(Job("gpt2-tiny", "jax", sizes={"rows": 4}).to_json()).sizes

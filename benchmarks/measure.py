@@ -1,17 +1,28 @@
-"""The measurement of a suite: equality of the work, then ceilings, then timings, within a time limit."""
+"""The measurement of a suite: equality of the work, then timings beside the machine's ceilings, in a time limit."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from benchmarks import equality, timing
 from benchmarks.budget import Budget
-from benchmarks.ceiling import CEILINGS
 from benchmarks.job import Job
 from benchmarks.suites import Suite
 from benchmarks.timing import Report, Timing
 from benchmarks.workloads import WORKLOADS
 
-CEILING_ROUNDS = 2
+
+class Group(NamedTuple):
+    """Timings from the same rounds.
+
+    Attributes:
+      timings: Those of the jobs that are compared.
+      ceilings: Those of the ceilings.
+    """
+
+    timings: list[Timing]
+    ceilings: list[Timing]
 
 
 @dataclass
@@ -19,14 +30,17 @@ class Results:
     """The measurements so far.
 
     Attributes:
-      ceilings: Timings of the ceilings.
-      timings: Timings of the suite's jobs.
+      groups: The suite's groups.
       notes: Lines on skipped jobs and reduced work.
     """
 
-    ceilings: list[Timing] = field(default_factory=list)
-    timings: list[Timing] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def timings(self) -> list[Timing]:
+        """All jobs' timings."""
+        return [timing for group in self.groups for timing in group.timings]
 
 
 def measure(suite: Suite, budget: Budget, progress: Report, note: Report, save: Callable[[Results], None]) -> Results:
@@ -37,7 +51,7 @@ def measure(suite: Suite, budget: Budget, progress: Report, note: Report, save: 
       budget: Time limit of the whole.
       progress: Called with what is measured next.
       note: Called with a line for each reduced or skipped piece of work.
-      save: Called with the results after the ceilings and after each group.
+      save: Called with the results after each group.
 
     Returns:
       The results.
@@ -52,12 +66,8 @@ def measure(suite: Suite, budget: Budget, progress: Report, note: Report, save: 
         note(line)
 
     jobs = [job for group in suite.groups for job in group]
-    ceiling_jobs = [
-        Job(what, engine, precision)
-        for precision in suite.ceilings
-        for what in CEILINGS
-        for engine in ("jax", "torch_eager")
-    ]
+    ceilings = [Job("copy", engine) for engine in ("jax", "torch_eager") if suite.ceilings]
+    ceilings += [Job("product", engine, precision) for precision in suite.ceilings for engine in ("jax", "torch_eager")]
     checked = [name for name in dict.fromkeys(job.workload for job in jobs) if name in WORKLOADS]
     parts = len(checked) + 1 + len(suite.groups)
     skipped = set()
@@ -66,17 +76,24 @@ def measure(suite: Suite, budget: Budget, progress: Report, note: Report, save: 
         if not equality.verify([job for job in jobs if job.workload == name], budget.share(parts), report):
             skipped.add(name)
         parts -= 1
-    ceiling_budget = budget.share(parts)
-    for i, job in enumerate(ceiling_jobs):
-        progress(f"ceiling: {job.workload} by {job.engine} in {job.precision}")
-        share = ceiling_budget.share(len(ceiling_jobs) - i)
-        results.ceilings += timing.time_jobs([job], CEILING_ROUNDS, share, report)
-    save(results)
-    parts -= 1
-    for group in suite.groups:
-        if group[0].workload not in skipped:
-            progress(f"{group[0].workload} in {group[0].precision}: timing {', '.join(job.engine for job in group)}")
-            results.timings += timing.time_jobs(group, suite.rounds, budget.share(parts), report)
-            save(results)
+    with ExitStack() as stack:
+        if ceilings:
+            progress(f"ceilings: a copy, and a product in {', '.join(suite.ceilings)}")
+        workers = timing.warm_up(ceilings, stack, budget.share(parts), report)
         parts -= 1
+        for group in suite.groups:
+            if group[0].workload not in skipped:
+                label = f"{group[0].workload} in {group[0].precision}"
+                progress(f"{label}: timing {', '.join(job.engine for job in group)}")
+                precisions = {job.product_precision for job in group}
+                beside = [
+                    worker
+                    for worker in workers
+                    if not worker.process.killed
+                    and (worker.job.workload == "copy" or worker.job.precision in precisions)
+                ]
+                timings = timing.time_jobs(group, suite.rounds, budget.share(parts), report, beside)
+                results.groups.append(Group(timings, [taken for worker in beside if (taken := worker.take())]))
+                save(results)
+            parts -= 1
     return results

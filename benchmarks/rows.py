@@ -62,11 +62,21 @@ def ratio_line(ratio: Mapping[str, Any]) -> str:
     """Format a ratio as a sentence.
 
     Example:
-      >>> plain = {"accumulate": 1, "remat": "none", "feature": "", "sizes": {}}
-      >>> ratio_line({"workload": "vit-s", "precision": "bf16", "jax_vs_eager": 1.5, "jax_vs_compile": None, **plain})
-      'vit-s bf16: JAX is 1.50× as fast as eager PyTorch'
+      >>> plain = {"accumulate": 1, "remat": "none", "feature": "", "sizes": {}, "jax_vs_compile": None}
+      >>> measured = {"jax_vs_eager": 1.5, "intervals": {"torch_eager": (1.4, 1.6)}}
+      >>> ratio_line({"workload": "vit-s", "precision": "bf16", **measured, **plain})
+      'vit-s bf16: JAX is 1.50× (1.40 to 1.60) as fast as eager PyTorch'
     """
-    names = {"jax_vs_eager": "eager PyTorch", "jax_vs_compile": "compiled PyTorch"}
-    speeds = [f"{ratio[key]:.2f}× as fast as {name}" for key, name in names.items() if ratio[key] is not None]
+    names = {"eager": "eager PyTorch", "compile": "compiled PyTorch"}
+    speeds = [
+        f"{ratio[f'jax_vs_{key}']:.2f}×{_interval(ratio, f'torch_{key}')} as fast as {name}"
+        for key, name in names.items()
+        if ratio[f"jax_vs_{key}"] is not None
+    ]
     work = f"{ratio['workload']} {ratio['precision']} {settings(ratio)}".strip()
     return f"{work}: JAX is {' and '.join(speeds)}"
+
+
+def _interval(ratio: Mapping[str, Any], engine: str) -> str:
+    found = ratio.get("intervals", {}).get(engine)
+    return "" if found is None else f" ({found[0]:.2f} to {found[1]:.2f})"

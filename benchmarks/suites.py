@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks import features, host, run, updates
+from benchmarks.engines import TORCH_ATTENTION
 from benchmarks.job import Job
 from jaxtrain.errors import UserError
 
@@ -24,7 +25,7 @@ class Suite:
     ceilings: Sequence[str]
 
 
-def _with_jax(workload: str, precision: str, *engines: str, **settings: Any) -> list[Job]:
+def with_jax(workload: str, precision: str, *engines: str, **settings: Any) -> list[Job]:
     """Return the jobs of JAX and of the given engines."""
     return [Job(workload, engine, precision, **settings) for engine in ("jax", *engines)]
 
@@ -34,25 +35,31 @@ SCALED = ("jax", "torch_eager")
 SUITES: Mapping[str, Suite] = {
     "cpu": Suite(
         [
-            _with_jax("gpt2-tiny", "fp32", *BOTH),
-            _with_jax("gpt2-tiny", "bf16", *BOTH),
-            _with_jax("mlp-launch-bound", "fp32", *BOTH),
-            _with_jax("mlp-launch-bound", "bf16", *BOTH),
-            _with_jax("resnet18", "fp32", "torch_eager"),
+            with_jax("gpt2-tiny", "fp32", *BOTH),
+            with_jax("gpt2-tiny", "bf16", *BOTH),
+            with_jax("mlp-launch-bound", "fp32", *BOTH),
+            with_jax("mlp-launch-bound", "bf16", *BOTH),
+            with_jax("resnet18", "fp32", "torch_eager"),
         ],
         rounds=20,
         ceilings=["fp32", "bf16"],
     ),
     "gpu": Suite(
         [
-            _with_jax("gpt2-124m", "bf16", *BOTH),
-            _with_jax("gpt2-124m", "fp16", *BOTH),
-            _with_jax("gpt2-124m", "bf16_compute", *BOTH),
-            _with_jax("gpt2-124m", "bf16", "torch_eager", remat="full"),
-            _with_jax("resnet50", "bf16", *BOTH),
-            _with_jax("llama-160m", "bf16", "torch_eager"),
-            _with_jax("vit-s", "bf16", "torch_eager"),
-            _with_jax("mlp-launch-bound", "fp32", *BOTH),
+            [Job("gpt2-124m", "jax", "bf16", feature="loop"), *with_jax("gpt2-124m", "bf16", *BOTH)],
+            [
+                *with_jax("gpt2-124m", "bf16"),
+                *(Job("gpt2-124m", "torch_eager", "bf16", feature=kernel) for kernel in TORCH_ATTENTION),
+                Job("gpt2-124m", "torch_compile", "bf16", feature="cuDNN"),
+            ],
+            with_jax("gpt2-124m", "fp16", *BOTH),
+            with_jax("gpt2-124m", "bf16_compute", *BOTH),
+            with_jax("gpt2-124m", "bf16", "torch_eager", remat="full"),
+            with_jax("resnet50", "bf16", *BOTH),
+            with_jax("llama-160m", "bf16", "torch_eager"),
+            with_jax("llama-1b", "bf16", "torch_eager"),
+            with_jax("vit-s", "bf16", "torch_eager"),
+            with_jax("mlp-launch-bound", "fp32", *BOTH),
         ],
         rounds=6,
         ceilings=["bf16", "fp16", "fp32"],
@@ -62,7 +69,7 @@ SUITES: Mapping[str, Suite] = {
     ),
     "host": Suite(
         [
-            _with_jax("mlp-host", "fp32", *BOTH),
+            with_jax("mlp-host", "fp32", *BOTH),
             *([Job(workload, engine) for engine in host.ENGINES] for workload in host.INPUTS),
         ],
         rounds=20,
@@ -80,7 +87,7 @@ SUITES: Mapping[str, Suite] = {
                 for feature in (features.MICRO_STEPS, "")
             ],
             [Job("gpt2-tiny", "jax"), *(Job("gpt2-tiny", "jax", remat=policy) for policy in ("dots", "full"))],
-            _with_jax("gpt2-tiny", "fp32", "torch_eager", remat="full", sizes={"length": 256}),
+            with_jax("gpt2-tiny", "fp32", "torch_eager", remat="full", sizes={"length": 256}),
             [Job(run.WORKLOAD, "jax", feature=feature) for feature in run.STEPS],
             [Job(run.WORKLOAD, "jax", feature=feature) for feature in run.SAVES],
         ],

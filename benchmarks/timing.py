@@ -10,9 +10,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 
@@ -37,7 +37,8 @@ class Timing:
       job: The job.
       wall: Seconds of each step by the clock, [steps].
       cpu: Seconds of each step, of all threads of the process, [steps].
-      device, compile_s, warm_compile_s, flops, peak_bytes, predicted_s: As in `benchmarks.engines.Engine`.
+      device, compile_s, warm_compile_s, flops, peak_bytes, predicted, units: As in `benchmarks.engines.Engine`.
+      turns: Median seconds of a step in each turn, [rounds]; jobs of a group have the same rounds.
     """
 
     job: Job
@@ -48,7 +49,9 @@ class Timing:
     warm_compile_s: float | None
     flops: int | None
     peak_bytes: int
-    predicted_s: float | None = None
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+    units: Sequence[Any] | None = None
+    turns: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @property
     def lower_decile_s(self) -> float:
@@ -78,6 +81,7 @@ class Process:
         assert self.child.stdin is not None
         assert self.child.stdout is not None
         self.stdin, self.stdout, self.unread = self.child.stdin, self.child.stdout, b""
+        self.killed = False
 
     def __enter__(self) -> "Process":
         return self
@@ -91,6 +95,7 @@ class Process:
 
     def kill(self) -> None:
         """Kill the process and its subprocesses."""
+        self.killed = True
         with suppress(ProcessLookupError):
             os.killpg(self.child.pid, signal.SIGKILL)
 
@@ -140,27 +145,82 @@ def start_worker(job: Job) -> Process:
     return Process(job_label(job), "-m", "benchmarks.worker", job.to_json())
 
 
-class _Worker(NamedTuple):
-    """A worker after its warm-up, with the seconds of its turns so far."""
+@dataclass
+class Worker:
+    """A worker after its warm-up, with the seconds of its turns so far.
+
+    Attributes:
+      job: The job.
+      process: Its process.
+      step_s: Seconds of the last step of the warm-up.
+      properties: What the process has told of its engine.
+      wall: Seconds of the steps of each turn.
+      cpu: The same, of all threads of the process.
+    """
 
     job: Job
     process: Process
     step_s: float
     properties: Mapping[str, Any]
-    wall: list[float]
-    cpu: list[float]
+    wall: list[list[float]] = field(default_factory=list)
+    cpu: list[list[float]] = field(default_factory=list)
+
+    @property
+    def turn_s(self) -> float:
+        """Expected seconds of a turn."""
+        return max(TURN * self.step_s, TURN_S)
+
+    def timing(self, peak_bytes: int) -> Timing:
+        """Return the turns so far."""
+        return Timing(
+            self.job,
+            np.concatenate(self.wall),
+            np.concatenate(self.cpu),
+            peak_bytes=peak_bytes,
+            turns=np.array([np.median(turn) for turn in self.wall]),
+            **self.properties,
+        )
+
+    def take(self) -> Timing | None:
+        """Return the turns so far, without a peak of memory, and forget them; None if there are none."""
+        taken = self.timing(0) if self.wall else None
+        self.wall, self.cpu = [], []
+        return taken
 
 
-def time_jobs(jobs: Sequence[Job], rounds: int, budget: Budget, report: Report) -> list[Timing]:
+def warm_up(jobs: Sequence[Job], stack: ExitStack, budget: Budget, report: Report) -> list[Worker]:
+    """Start and warm up a worker for each job, one after the other; those that do not fit are skipped with a line.
+
+    Args:
+      jobs: The jobs.
+      stack: Ends the processes when it is closed.
+      budget: Time limit, of which one part is left for the turns.
+      report: Called with the lines.
+
+    Raises:
+      RunFailed: A worker process failed.
+    """
+    found = []
+    for i, job in enumerate(jobs):
+        worker = _warm_up(job, stack.enter_context(start_worker(job)), budget.share(len(jobs) - i + 1), report)
+        if worker is not None:
+            found.append(worker)
+    return found
+
+
+def time_jobs(
+    jobs: Sequence[Job], rounds: int | None, budget: Budget, report: Report, beside: Sequence[Worker] = ()
+) -> list[Timing]:
     """Build the jobs' engines one after the other, then time them in turns (A B A B ...).
 
     A job that does not fit in the budget is skipped, and the rounds are reduced to fit; either is reported by a line.
 
     Args:
       jobs: Jobs to compare with each other.
-      rounds: Turns of each.
+      rounds: Turns of each; None for as many as fit in the budget.
       budget: Time limit of the whole.
       report: Called with the lines on skipped jobs and reduced work.
+      beside: Workers that take a turn in every round too, and stay; `Worker.take` returns what they measured.
 
     Returns:
       The timings, in the order of `jobs`, without those skipped.
@@ -169,28 +229,24 @@ def time_jobs(jobs: Sequence[Job], rounds: int, budget: Budget, report: Report) 
       RunFailed: A worker process failed.
     """
     with ExitStack() as stack:
-        workers: list[_Worker] = []
-        for i, job in enumerate(jobs):
-            # One part more, for the turns.
-            worker = _warm_up(job, stack.enter_context(start_worker(job)), budget.share(len(jobs) - i + 1), report)
-            if worker is not None:
-                workers.append(worker)
-        turn_s = [max(TURN * worker.step_s, TURN_S) for worker in workers]
-        selected = select_jobs(turn_s, budget.remaining() / 2)
+        workers = warm_up(jobs, stack, budget, report)
+        selected = select_jobs([worker.turn_s for worker in workers], budget.remaining() / 2)
         for i in {*range(len(workers))} - {*selected}:
             _skip(workers[i].job, workers[i].process, f"a step takes {workers[i].step_s:.2g} s", report)
-        workers, round_s = [workers[i] for i in selected], sum(turn_s[i] for i in selected)
-        done = 0
-        while workers and done < rounds and (done == 0 or budget.remaining() > 1.5 * round_s):
-            workers = [worker for worker in workers if _run_turn(worker, budget, report)]
+        workers, beside = [workers[i] for i in selected], [*beside] if selected else []
+        round_s, done = sum(worker.turn_s for worker in (*workers, *beside)), 0
+        while workers and done != rounds and (done == 0 or budget.remaining() > 1.5 * round_s):
+            workers, beside = (
+                [worker for worker in taking if _run_turn(worker, budget, report)] for taking in (workers, beside)
+            )
             done += 1
-        if workers and done < rounds:
+        if workers and rounds is not None and done < rounds:
             job = workers[0].job
             report(f"{job.workload} in {job.precision}: {done} of {rounds} rounds, for the time limit")
         return [timing for worker in workers if (timing := _finish(worker, budget, report)) is not None]
 
 
-def _warm_up(job: Job, process: Process, budget: Budget, report: Report) -> _Worker | None:
+def _warm_up(job: Job, process: Process, budget: Budget, report: Report) -> Worker | None:
     """Return the worker after its warm-up; None, with a line, if its first step shows that it cannot fit."""
     try:
         first = process.ask("first", budget.remaining())
@@ -203,10 +259,10 @@ def _warm_up(job: Job, process: Process, budget: Budget, report: Report) -> _Wor
     except OutOfTime:
         _skip(job, process, "it was not ready in time", report)
         return None
-    return _Worker(job, process, warm.pop("step_s"), warm, [], [])
+    return Worker(job, process, warm.pop("step_s"), warm)
 
 
-def _run_turn(worker: _Worker, budget: Budget, report: Report) -> bool:
+def _run_turn(worker: Worker, budget: Budget, report: Report) -> bool:
     """Run one turn; False, with a line, if it did not end within the budget."""
     try:
         # The others need the rest.
@@ -214,18 +270,18 @@ def _run_turn(worker: _Worker, budget: Budget, report: Report) -> bool:
     except OutOfTime:
         _skip(worker.job, worker.process, "a turn did not end in time", report)
         return False
-    worker.wall.extend(turn["wall"])
-    worker.cpu.extend(turn["cpu"])
+    worker.wall.append(turn["wall"])
+    worker.cpu.append(turn["cpu"])
     return True
 
 
-def _finish(worker: _Worker, budget: Budget, report: Report) -> Timing | None:
+def _finish(worker: Worker, budget: Budget, report: Report) -> Timing | None:
     try:
         peak = worker.process.finish(max(budget.remaining(), 5.0))
     except OutOfTime:
         _skip(worker.job, worker.process, "it did not end in time", report)
         return None
-    return Timing(worker.job, np.array(worker.wall), np.array(worker.cpu), **worker.properties, **peak)
+    return worker.timing(**peak)
 
 
 def _skip(job: Job, process: Process, reason: str, report: Report) -> None:

@@ -49,7 +49,8 @@ def _serve(job: Job) -> None:
                     compile_s=engine.compile_s,
                     warm_compile_s=engine.warm_compile_s,
                     flops=engine.flops,
-                    predicted_s=engine.predicted_s,
+                    predicted=engine.predicted,
+                    units=engine.units,
                 )
             case ["turn", steps, seconds]:
                 _send(**time_steps(engine, int(steps), float(seconds)))
@@ -60,7 +61,7 @@ def _serve(job: Job) -> None:
 def build_engine(job: Job) -> Any:
     """Return the `benchmarks.engines.Engine` of any job."""
     from benchmarks import ceiling, engines, host, run, updates
-    from benchmarks.workloads import WORKLOADS
+    from benchmarks.own_work import workload_of
 
     if job.workload in ceiling.CEILINGS:
         return ceiling.engine(job)
@@ -70,7 +71,7 @@ def build_engine(job: Job) -> Any:
         return host.engine(job)
     if job.workload == run.WORKLOAD:
         return run.engine(job)
-    return engines.engine(job, WORKLOADS[job.workload])
+    return engines.engine(job, workload_of(job.workload))
 
 
 def time_steps(engine: Any, steps: int, seconds: float) -> dict[str, list[float]]:

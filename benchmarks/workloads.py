@@ -57,7 +57,9 @@ def _mlp(rows: int, side: int = 28, hidden: int = 512) -> Case:
     return replace(mlp_case.case(side=side, hidden=hidden), rows=rows)
 
 
-def _llama(vocab_size: int, width: int, hidden: int, depth: int, heads: int, keys: int, rows: int, length: int) -> Case:
+def _llama(
+    vocab_size: int, width: int, hidden: int, depth: int, heads: int, keys: int, rows: int, length: int, tied: int = 0
+) -> Case:
     from jaxtrain.models import LlamaConfig
     from parity.cases.built_in import llama_case
 
@@ -70,6 +72,7 @@ def _llama(vocab_size: int, width: int, hidden: int, depth: int, heads: int, key
         num_key_value_heads=keys,
         head_dim=width // heads,
         max_position_embeddings=length,
+        tie_word_embeddings=bool(tied),
     )
     return llama_case.sized("llama", config, packed=True, clip_norm=1.0, rows=rows, tokens=length)
 
@@ -134,11 +137,23 @@ TINY = {"vocab_size": 256, "width": 128, "depth": 4, "heads": 4, "rows": 12, "le
 # The vocabulary of 50257 is padded to a multiple of 128, on both sides.
 SMALL = {"vocab_size": 50304, "width": 768, "depth": 12, "heads": 12, "rows": 16, "length": 1024}
 LLAMA = {**SMALL, "vocab_size": 32000, "hidden": 3072, "keys": 4}
+# Llama 3.2 1B, with rows that PyTorch has memory for beside JAX.
+LLAMA_1B = {
+    **{"vocab_size": 128256, "width": 2048, "hidden": 8192, "depth": 16, "heads": 32, "keys": 8, "tied": 1},
+    **{"rows": 4, "length": 2048},
+}
 SMALL_CHECK = {"depth": 2, "rows": 2, "length": 64}
 WORKLOADS = {
     "gpt2-tiny": Workload(_gpt2, TINY, "tokens", check_sizes={"depth": 2, "rows": 4}, model="gpt2"),
     "gpt2-124m": Workload(_gpt2, SMALL, "tokens", check_sizes=SMALL_CHECK, model="gpt2"),
     "llama-160m": Workload(_llama, LLAMA, "tokens", check_sizes=SMALL_CHECK, model="llama"),
+    "llama-1b": Workload(
+        _llama,
+        LLAMA_1B,
+        "tokens",
+        check_sizes={**SMALL_CHECK, "vocab_size": 512, "width": 256, "hidden": 512, "heads": 4, "keys": 1},
+        model="llama",
+    ),
     "bert-base": Workload(
         _bert,
         {**SMALL, "vocab_size": 30522, "rows": 32, "length": 512},

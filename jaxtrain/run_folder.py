@@ -24,7 +24,7 @@ from jaxtrain.folder_files import read_file, read_json, write_file
 from jaxtrain.recipes import RECIPES, named_recipe
 from jaxtrain.run import Recipe, file_of, is_reference, locate, name_of, source_of
 
-_REPORTED = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
+_REPORTED = ("jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
 # Entries of config.json that determine the numbers of a run.
 _DETERMINING = ("recipe", "source", "settings", "versions", "python", "platform", "devices", "variables", "git_commit")
 # Environment variables that change results.
@@ -328,7 +328,11 @@ def _typed(recipe_type: type[Recipe], settings: Mapping[str, Any]) -> dict[str, 
 def environment() -> dict[str, Any]:
     """Return what else determines the numbers of a run, and when and how it was started, as JSON."""
     return {
-        "versions": {name: importlib.metadata.version(name) for name in _REPORTED},
+        # A checkout that is not installed has no metadata; the package imports this module.
+        "versions": {
+            "jaxtrain": sys.modules["jaxtrain"].__version__,
+            **{name: importlib.metadata.version(name) for name in _REPORTED},
+        },
         "python": platform.python_version(),
         "platform": platform.platform(),
         "devices": [str(d.device_kind) for d in jax.devices()],

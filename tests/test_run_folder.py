@@ -1,6 +1,7 @@
 """Reading of config.json."""
 
 import dataclasses
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.errors import UserError
-from jaxtrain.run_folder import read_config, read_settings
+from jaxtrain.run_folder import environment, read_config, read_settings
 
 
 def test_an_unknown_recipe_is_named_with_the_known_ones(tmp_path):
@@ -28,3 +29,15 @@ def test_settings_have_the_types_of_their_fields(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"recipe": "wide.py::Wide", "settings": {"widths": [2, 3], "data": "a.npz"}}))
     assert read_settings(config, Wide) == Wide(widths=(2, 3), data=Path("a.npz"))
+
+
+def test_a_checkout_without_metadata_has_its_version(monkeypatch):
+    version = importlib.metadata.version
+
+    def of_others(name):
+        if name == "jaxtrain":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", of_others)
+    assert environment()["versions"]["jaxtrain"] == jt.__version__

@@ -28,6 +28,7 @@ COMMANDS = {
     "sample": "generate text with a trained language model: jaxtrain sample DIR",
     "import-torch": "continue a PyTorch run: jaxtrain import-torch CKPT --model RECIPE [--out DIR]",
     "port": "write a PyTorch training script as a proved run: jaxtrain port [--out DIR] SCRIPT [its arguments]",
+    "bench": "time your own work in JAX and in PyTorch: jaxtrain bench FILE.py::NAME [--minutes M] [--html PAGE]",
     "from-torch": "write a PyTorch module as JAX source: jaxtrain from-torch FILE.py::FACTORY [--out model.py]",
     "report": "write a page of curves, settings and samples: jaxtrain report DIR… [--out PAGE] [--serve [PORT]]",
     "eval": "list the examples with the highest loss: jaxtrain eval DIR [--worst N] [--out PAGE.html]",

@@ -23,6 +23,7 @@ from jaxtrain.step.evaluation import eval_step
 from jaxtrain.step.explained import Phase as Phase
 from jaxtrain.step.explained import explained as explained
 from jaxtrain.step.initial_state import init_state as init_state
+from jaxtrain.step.loss_program import LossProgram as LossProgram
 from jaxtrain.step.loss_scale import LossScaleState as LossScaleState
 from jaxtrain.step.loss_scale import consecutive_skips as consecutive_skips
 from jaxtrain.step.loss_scale import current_scale as current_scale

@@ -20,12 +20,13 @@ def fake_timing(monkeypatch):
     """Replace measurements by one second per step; `fake_timing[workload]` is an error to raise instead."""
     errors = {}
 
-    def time_jobs(jobs, rounds, budget, report):
+    def time_jobs(jobs, rounds, budget, report, beside):
         if jobs[0].workload in errors:
             raise errors[jobs[0].workload]
-        return [Timing(job, np.ones(5), np.ones(5), "cpu", None, None, 10, 1) for job in jobs]
+        return [Timing(job, np.ones(5), np.ones(5), "cpu", None, None, 10, 1, turns=np.ones(1)) for job in jobs]
 
     monkeypatch.setattr(equality, "verify", lambda *_: True)
+    monkeypatch.setattr(timing, "warm_up", lambda *_: [])
     monkeypatch.setattr(timing, "time_jobs", time_jobs)
     return errors
 
@@ -57,9 +58,7 @@ def test_figures_are_written_after_every_workload(fake_timing, monkeypatch, tmp_
 
     monkeypatch.setattr(timing, "time_jobs", time_jobs)
     assert cli.main(["cpu", "--precision", "fp32", "--json", str(path)]) == 0
-    ceilings, groups = written[:4], written[4:]
-    assert ceilings == [None] * 4
-    assert groups == [[], ["gpt2-tiny"] * 3, ["gpt2-tiny"] * 3 + ["mlp-launch-bound"] * 3]
+    assert written == [None, ["gpt2-tiny"] * 3, ["gpt2-tiny"] * 3 + ["mlp-launch-bound"] * 3]
     assert json.loads(path.read_text())["complete"] is True
 
 
@@ -103,9 +102,17 @@ def test_wrong_usage_is_a_one_line_error_with_the_remedy(arguments, known, tmp_p
     assert known in error
 
 
+def test_the_gpu_suite_is_refused_at_once_without_a_gpu(capsys):
+    assert cli.main(["gpu"]) == 2
+    out, error = capsys.readouterr()
+    assert not out
+    remedy = "choose the suite cpu, or ask `jaxtrain doctor` what is missing"
+    assert error == f"benchmarks: suite gpu needs a GPU, but JAX runs on the cpu: {remedy}\n"
+
+
 def test_both_engines_are_timed_on_the_same_work(monkeypatch, tmp_path, capsys):
     groups = [[Job("gpt2-tiny", engine, sizes=SIZES) for engine in ("jax", "torch_eager")]]
-    monkeypatch.setitem(SUITES, "short", Suite(groups, rounds=2, ceilings=[]))
+    monkeypatch.setitem(SUITES, "short", Suite(groups, rounds=2, ceilings=["fp32"]))
     files = {kind: tmp_path / f"figures.{kind}" for kind in ("json", "html", "png")}
     assert cli.main(["short", *(word for kind, path in files.items() for word in (f"--{kind}", str(path)))]) == 0
     document = json.loads(files["json"].read_text())
@@ -118,8 +125,12 @@ def test_both_engines_are_timed_on_the_same_work(monkeypatch, tmp_path, capsys):
     jax_row, torch_row = document["rows"]
     assert min(jax_row["compile_s"], jax_row["warm_compile_s"]) > 0
     assert jax_row["predicted_s"] is None  # for GPUs only
-    assert document["ratios"][0]["jax_vs_eager"] == torch_row["lower_decile_s"] / jax_row["lower_decile_s"]
+    assert 0.5 < document["ratios"][0]["jax_vs_eager"] / (torch_row["median_s"] / jax_row["median_s"]) < 2
     assert document["ratios"][0]["jax_vs_compile"] is None
+    products = [row for row in document["ceilings"] if row["what"] == "product"]
+    assert [row["beside"] for row in products] == ["gpt2-tiny"] * 2
+    peak = max(row["per_s"] for row in products)
+    assert all(row["mfu"] == pytest.approx(FLOPS / row["lower_decile_s"] / peak) for row in document["rows"])
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     assert "gpt2-tiny" in files["html"].read_text()
     assert "eager PyTorch" in capsys.readouterr().out

@@ -72,8 +72,9 @@ def test_the_job_set_trains_a_recipe() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
-def test_the_batch_script_passes_shellcheck() -> None:
-    subprocess.run(["shellcheck", DEPLOY / "slurm.sbatch"], check=True)
+@pytest.mark.parametrize("script", ["slurm.sbatch", "gpu-check"])
+def test_scripts_pass_shellcheck(script: str) -> None:
+    subprocess.run(["shellcheck", DEPLOY / script], check=True)
 
 
 def test_the_batch_script_resumes_after_a_save() -> None:
