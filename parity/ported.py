@@ -32,7 +32,7 @@ from parity.case import Batch, Case
 from parity.cases.recipe_case import NAMED, moments_of
 from parity.optimizer import Optimizer
 from parity.report import Result, waiting
-from parity.report.page_case import page_case
+from parity.report.page_case import PageCase, page_case
 from parity.report.terminal import divergence
 from parity.report.verdict_page import write_page
 from parity.run import examine
@@ -46,10 +46,16 @@ class Proof(NamedTuple):
     Attributes:
       passed: Whether they are.
       lines: What was compared, and what differs.
+      cases: The checks, as `proof.html` shows them.
     """
 
     passed: bool
     lines: tuple[str, ...]
+    cases: tuple[PageCase, ...]
+
+
+PAGE = "proof.html"
+"""The page of a proof."""
 
 
 def prove(result: Ported, folder: Path, name: str) -> Proof:
@@ -73,18 +79,20 @@ def prove(result: Ported, folder: Path, name: str) -> Proof:
         precision = PRECISIONS[result.training.autocast]
         with waiting(Console(stderr=True), name):
             results.append(Result(case, precision, settings_of(case), examine(case, precision)))
-    write_page(folder / "proof.html", environment(), list(map(page_case, results)))
+    cases = tuple(map(page_case, results))
+    write_page(folder / PAGE, environment(), cases)
     worst = f"losses {found.loss_rel:.0e}, gradients {found.grad_rel_max:.0e}, parameters {found.param_rel_max:.0e}"
     changed = _changed_settings(result, load_recipe(f"{folder / 'run.py'}::Run")[1])
     others = () if result.turns else range(1, len(result.training.programs))  # turns have batches of all shapes
     changed += [line for i in others for line in _of_shape(result, folder, name, i)]
-    passed = all(one.examination.verdict.passed for one in results) and not changed
-    answer = "equal" if passed else "NOT EQUAL"
+    is_equal = found.passed and not changed
+    answer = "equal" if is_equal else "NOT EQUAL"
     lines = [f"{case.settings['steps']} updates in float64: {worst}        {answer}", *found.faults, *changed]
     lines += [line for one in results[1:] for line in _accuracy(one)]
     if found.first_divergence is not None:
         lines += divergence(found.first_divergence).plain.splitlines()
-    return Proof(passed, tuple(lines))
+    passed = is_equal and all(one.examination.verdict.passed for one in results)
+    return Proof(passed, tuple(lines), cases)
 
 
 def _accuracy(result: Result) -> list[str]:

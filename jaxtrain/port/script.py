@@ -73,10 +73,7 @@ def made_loaders(script: Path, args: Sequence[str], number: int) -> list[Any]:
 
 def run(script: Path, args: Sequence[str], watch: "Watch") -> bool:
     """Run a script, observed, and return whether it ended by itself."""
-    # A script without seeds computes something else in every run: it has these.
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+    seed_all(0)  # a script without seeds computes something else in every run
     with watch.watching(), _as_main(script, args):
         try:
             runpy.run_path(str(script.resolve()), run_name="__main__")
@@ -88,6 +85,13 @@ def run(script: Path, args: Sequence[str], watch: "Watch") -> bool:
             if end.code not in (None, 0):
                 raise UserError(f"{script} ended with the exit status {end.code}: run it by itself first") from None
     return True
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global random generators of Python, NumPy and PyTorch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @contextlib.contextmanager
@@ -315,14 +319,18 @@ class Watch:
             )
         self._update.optimizer, self._update.line = optimizer, line
         self._update.settings = _settings(optimizer)
-        self._update.gradients = [digest(p.grad) for p in _parameters(optimizer)]
+        self._update.gradients = [self.digest(p.grad) for p in _parameters(optimizer)]
         return (optimizer, *([] if closure is None else [closure])), {}
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """End an update."""
-        self._update.after = [digest(p) or "" for p in _parameters(optimizer)]
+        self._update.after = [self.digest(p) or "" for p in _parameters(optimizer)]
         self._in_step.close()
         self._end_update()
+
+    def digest(self, x: torch.Tensor | None) -> str | None:
+        """Return a digest of a gradient or a parameter of an update."""
+        return digest(x)
 
     def _end_update(self) -> None:
         self.recording.updates.append(self._update)

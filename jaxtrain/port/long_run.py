@@ -1,0 +1,254 @@
+"""The process that trains by a script itself for many updates: `python -m jaxtrain.port.long_run`.
+
+The script runs as by `python SCRIPT`. Of each update it sends the loss, the learning rates and a digest of the batches.
+Its random numbers have seeds that are given: those of the DataLoader that it trains on, by epoch as in a run of the
+recipe, and those of all else from the first call of `backward` on.
+
+A perturbed run shows how far rounding alone takes the losses: after each update every parameter becomes the next number
+above or below, learning rates are off by the rounding of a bias correction, and nothing is in an autocast region.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jaxtrain.data import RandomStates, begin_epoch, tensor_to_numpy
+from jaxtrain.errors import UserError
+from jaxtrain.port.cut import Feed
+from jaxtrain.port.feeder import all_batches
+from jaxtrain.port.kept_files import kept_files
+from jaxtrain.port.recording import Update
+from jaxtrain.port.refused import Refused
+from jaxtrain.port.script import Watch, run, seed_all
+from jaxtrain.port.short_passes import short_pass
+from jaxtrain.port.windows import Windows
+from jaxtrain.torch_internals import pytree
+
+
+@dataclass(frozen=True)
+class LongRun:
+    """How a script trains.
+
+    Attributes:
+      updates: Number of updates after which it is stopped.
+      loader: Number of the DataLoader that it trains on; None for batches that are read from its updates.
+      inputs: File of what its programs have in common, for these batches.
+      data_seed: Seed of the order of that DataLoader.
+      model_seed: Seed of all other random numbers.
+      rate: Factor of the learning rates.
+      is_perturbed: Whether the run is perturbed by rounding.
+    """
+
+    updates: int
+    loader: int | None
+    inputs: str | None
+    data_seed: int
+    model_seed: int
+    rate: float = 1.0
+    is_perturbed: bool = False
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Made:
+    """An update that was made.
+
+    Attributes:
+      loss: Sum of the losses that `backward` was called on.
+      rates: The learning rates of the optimizer's groups, without repetitions, in ascending order.
+      batch: Digest of its batches; "" if they were not read.
+      is_applied: Whether the parameters were updated, and not skipped by a `GradScaler`.
+    """
+
+    loss: float
+    rates: tuple[float, ...]
+    batch: str
+    is_applied: bool = True
+
+
+def digest_of(arrays: Iterable[Any]) -> str:
+    """Return a digest of the arrays of a batch, in any order: floating ones as float32, others as int64.
+
+    Args:
+      arrays: Arrays of NumPy.
+
+    Example:
+      >>> digest_of([np.float64([0.5]), np.int32([1])]) == digest_of([np.int64([1]), np.float32([0.5])])
+      True
+    """
+    found = []
+    for array in arrays:
+        x = np.asarray(array)
+        x = np.ascontiguousarray(x, np.float32 if np.issubdtype(x.dtype, np.floating) else np.int64)
+        found.append(hashlib.blake2b(x.tobytes() + str(x.shape).encode(), digest_size=16).hexdigest())
+    return " ".join(sorted(found))
+
+
+class Follower(Watch):
+    """Sends what a script does in each update.
+
+    Args:
+      script: The script.
+      how: How it trains.
+      send: Called with each update.
+    """
+
+    def __init__(self, script: Path, how: LongRun, send: Callable[[Made], None]) -> None:
+        super().__init__(str(script.resolve()), how.updates, self._made_update)
+        self._how, self._send = how, send
+        self._windows = None if how.inputs is None else Windows(Feed.of_json(Path(how.inputs).read_text()))
+        self._rng = np.random.default_rng(how.model_seed)
+        self._epoch, self._count = 0, 0
+        self._batches: list[Any] = []  # of the DataLoader, since the last update
+        self._window: list[dict[str, torch.Tensor]] = []
+        self._is_seeded = False
+        self._given_rates: list[Any] = []
+
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yield what is replaced in PyTorch."""
+        yield from super().replacements()
+        if self._how.is_perturbed:
+            init = torch.autocast.__init__
+
+            def off(this: Any, *args: Any, **kwargs: Any) -> None:
+                init(this, *args[:2], **{**kwargs, "enabled": False})
+
+            yield torch.autocast, "__init__", off
+
+    def digest(self, x: torch.Tensor | None) -> str | None:
+        """Return nothing: gradients and parameters are not compared."""
+        return None
+
+    def one_pass(self, loader: Any) -> Iterator[Any]:
+        """Return the batches of a pass: all of them, but for data that no update reads."""
+        if self._how.loader is None:
+            return all_batches(loader)
+        if loader is self.recording.loaders[self._how.loader].loader:
+            return self._seeded_pass(loader)
+        return short_pass(loader, lambda: None)
+
+    def _seeded_pass(self, loader: Any) -> Iterator[Any]:
+        """Yield the batches of the DataLoader in the order of a seed; a pass without updates counts as none."""
+        before, states = self._count, RandomStates(loader)
+        begin_epoch(loader, self._epoch)
+        states.seed(self._how.data_seed, self._epoch)
+        with states:
+            batches = all_batches(loader)
+        try:
+            while True:
+                with states:
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                self._batches.append(batch)
+                yield batch
+        finally:
+            if self._count > before:
+                self._epoch += 1
+            else:
+                self._batches.clear()
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of a loss."""
+        super().backward(loss, *args, **kwargs)
+        if not self._is_seeded:
+            seed_all(self._how.model_seed)
+            self._is_seeded = True
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Read the batches of an update."""
+        result = super().before_step(optimizer, args, kwargs)
+        turn = [*self.recording.optimizers].index(id(optimizer))
+        self._read_window(turn, optimizer.param_groups)
+        self._given_rates = [group["lr"] for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, self._given_rates, strict=True):
+            group["lr"] = rate * self._how.rate
+        return result
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Perturb the parameters."""
+        for group, rate in zip(optimizer.param_groups, self._given_rates, strict=True):
+            group["lr"] = rate
+        if self._how.is_perturbed:
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                one_ulp_off(p, self._rng)
+        super().after_step(optimizer, args, kwargs)
+
+    def _read_window(self, turn: int, groups: Any) -> None:
+        if self._windows is not None and not self._how.is_perturbed:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self.recorder.inside())
+                try:
+                    self._window = self._windows.read(turn, self._update.backwards, groups)
+                except UserError as error:
+                    raise Refused(error) from None
+
+    def _made_update(self, count: int) -> None:
+        """Send an update, and keep nothing of it."""
+        update, self._count = self.recording.updates[-1], count
+        if update.optimizer is None:
+            self._read_window(0, update.settings)
+        loss = sum(float(backward.loss) for backward in update.backwards)
+        rates = tuple(sorted({float(group["lr"]) for group in update.settings}))
+        self._send(Made(loss, rates, self._digest_of_batches(), update.optimizer is not None))
+        self.recording.updates[-1] = Update()
+        self._batches, self._window = [], []
+
+    def _digest_of_batches(self) -> str:
+        if self._how.loader is not None:
+            batches = [[*map(tensor_to_numpy, _tensors(batch))] for batch in self._batches]
+            return digest_of(np.concatenate(arrays) for arrays in zip(*batches, strict=True))
+        windows = [{name: tensor_to_numpy(x) for name, x in window.items()} for window in self._window]
+        return digest_of(np.stack([window[name] for window in windows]) for name in windows[0]) if windows else ""
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    """Return the tensors of a batch."""
+    values = batch.values() if isinstance(batch, Mapping) else pytree.tree_leaves(batch)
+    return [x for x in values if isinstance(x, torch.Tensor)]
+
+
+def one_ulp_off(x: torch.Tensor, rng: np.random.Generator) -> None:
+    """Change every number of a tensor to the next one of its dtype, up or down at random."""
+    with torch.no_grad():
+        real = torch.view_as_real(x) if x.is_complex() else x
+        towards = torch.as_tensor(rng.choice([-np.inf, np.inf], real.shape), dtype=real.dtype, device=real.device)
+        real.copy_(torch.nextafter(real, towards))
+
+
+def main(args: list[str]) -> None:
+    """Send the updates of a script.
+
+    Args:
+      args: A file descriptor, a folder for files that are kept, how the script trains, the script, and its own
+        arguments.
+    """
+    pipe, kept, how, script, *own = args
+    connection = Connection(int(pipe), readable=False)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # two such processes run at once
+    try:
+        with kept_files(Path(kept)):
+            follower = Follower(Path(script), LongRun(**json.loads(how)), lambda made: connection.send(asdict(made)))
+            run(Path(script), own, follower)
+    except BrokenPipeError:  # enough updates have been made
+        return
+    except UserError as error:
+        connection.send(str(error))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,321 @@
+"""A ported script's long runs: the script itself for 200 updates beside the recipe as `jaxtrain train` runs it.
+
+The proof in float64 (`parity.ported`) feeds both sides the recorded batches of a few updates. It cannot see the recipe's
+own batches, nor what changes after these updates. So here neither side has anything of the other but the first
+parameters: PyTorch's side is the script in a process of its own (`jaxtrain.port.long_run`), JAX's the recipe with its
+own data, schedule and precision. Both have the same seed, one of three.
+
+The rule. What PyTorch's runs of a seed have in common must be the same in JAX's run, and what differs between them must
+differ by no more than there:
+
+- the learning rates of every update, unless a `GradScaler` skips updates or the batch has them;
+- the batches of every update, if a perturbed run of the script has those of the plain one: the order, the ends of
+  epochs, random augmentations. They need not be if random numbers of the model come between those of the batches, or
+  if the iteration of a DataLoader is not PyTorch's own; then only the losses are compared, and a line says so;
+- the losses, as means over windows of updates: their root mean square distance from the script's is at most twice
+  PyTorch's own noise, as the median of the seeds. The noise is the largest distance of a perturbed run of the script
+  from the plain one of the same seed. It is perturbed by rounding (one ulp of every parameter after every update, the
+  rounding of a bias correction, no autocast) and, if the model draws random numbers, by drawing others. Runs that draw
+  other batches are as far apart as runs of different seeds, so that these count as noise as well.
+
+Where rounding is amplified, as by a GAN, perturbed runs of the script part as JAX's does, and the bound is wide; where
+it is not, an average that drifts or a loss that is rounded too much is many times as far.
+"""
+
+import dataclasses
+import itertools
+import tempfile
+import time
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+from torch.utils.data import DataLoader
+
+from jaxtrain.optim import used_learning_rate, used_learning_rates
+from jaxtrain.pages import Chart, Panel, between, curve, linear, logarithmic, whole
+from jaxtrain.port.data import ScriptBatches, sent
+from jaxtrain.port.long_run import LongRun, Made, digest_of
+from jaxtrain.port.ported import Ported
+from jaxtrain.port.recipe_source import INPUTS
+from jaxtrain.port.understand import Training
+from jaxtrain.run import Recipe, load_recipe, task_batches
+from jaxtrain.runner import build_training
+from parity.attestation import environment
+from parity.bars import RATIO_BAR
+from parity.ported import PAGE, Proof
+from parity.progress import report
+from parity.report import waiting
+from parity.report.figures import JAX, TORCH
+from parity.report.verdict_page import Section, write_page
+from parity.verify.behaviour import SEEDS, UPDATES, WINDOW, distance, least
+from parity.verify.behaviour import curve as means
+from parity.verify.noise import BIAS_CORRECTION
+
+SECONDS = 20.0
+"""After which a run ends with the next update, if it has made `FEWEST`: a minute of each side for three seeds."""
+FEWEST = 20
+OTHER_SEED = 1000
+"""What is added to a seed for other random numbers of the model."""
+RATE_BAR = 1e-5
+"""Largest relative difference of two learning rates, of which JAX's is float32."""
+
+
+class LongRuns(NamedTuple):
+    """Whether long runs of a ported script are those of the script.
+
+    Attributes:
+      passed: Whether they are.
+      lines: What was compared, and what differs.
+    """
+
+    passed: bool
+    lines: tuple[str, ...]
+
+
+class Seed(NamedTuple):
+    """The runs of a seed, of the same length.
+
+    Attributes:
+      script: The script's.
+      perturbed: The script's, perturbed.
+      recipe: The recipe's.
+    """
+
+    script: Sequence[Made]
+    perturbed: Sequence[Made]
+    recipe: Sequence[Made]
+
+
+def long_runs(result: Ported, folder: Path, script: Path, args: Sequence[str], proof: Proof) -> LongRuns:
+    """Compare long runs, and add them to `proof.html`.
+
+    Args:
+      result: The script.
+      folder: The folder with the files that were written for it.
+      script: Its file.
+      args: Its arguments.
+      proof: The proof of the files.
+
+    Raises:
+      UserError: The script fails.
+    """
+    training = result.training
+    with waiting(Console(stderr=True), script.stem):
+        seeds = [*_seeds(training, folder, script, args)]
+    count = min(len(run) for seed in seeds for run in seed)
+    seeds = [Seed(*(run[:count] for run in seed)) for seed in seeds]
+    found = verdict(seeds, repeats=_repeats(training, seeds), gives_rates=_gives_rates(training))
+    section = Section("Behaviour", found.passed, found.lines, chart(seeds))
+    write_page(folder / PAGE, environment(), proof.cases, section)
+    return found
+
+
+def verdict(seeds: Sequence[Seed], *, repeats: bool = True, gives_rates: bool = False) -> LongRuns:
+    """Compare the runs of seeds.
+
+    Args:
+      seeds: The runs.
+      repeats: Whether a run of the script with a seed has the same batches again.
+      gives_rates: Whether batches have the learning rates.
+    """
+    faults, notes = [], []
+    skips = any(not made.is_applied for seed in seeds for made in (*seed.script, *seed.perturbed))
+    if not gives_rates and not skips:
+        faults += itertools.islice(_other_rates(seeds[0]), 1)
+    other = next((fault for seed in seeds for fault in _other_batches(seed)), None)
+    if other is not None:
+        (faults if repeats else notes).append(
+            other if repeats else "each run draws its own batches: the losses alone are compared"
+        )
+    noise, ratios = _noise(seeds, other is None), []
+    for seed in seeds:
+        apart, update = distance(_losses(seed.recipe), _losses(seed.script))
+        ratios.append((apart / noise, update))
+    ratio, update = sorted(ratios)[(len(ratios) - 1) // 2]
+    if not ratio <= RATIO_BAR:
+        faults.append(
+            f"the losses are {ratio:.3g} times as far from the script's as PyTorch's own noise, over {RATIO_BAR:g};"
+            f" farthest at update {update}"
+        )
+    count, tenth = len(seeds[0].script), max(1, len(seeds[0].script) // 10)
+    theirs, ours = (
+        float(np.mean([_losses(run)[-tenth:] for run in runs]))
+        for runs in ([seed.script for seed in seeds], [seed.recipe for seed in seeds])
+    )
+    answer = "NOT EQUAL" if faults else "equal"
+    head = f"{count} updates, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+    compared = f"last tenth {ours:.4g} beside {theirs:.4g}, apart {ratio:.2g} times PyTorch's noise of {noise:.1g}"
+    return LongRuns(not faults, (f"{head}: {compared}        {answer}", *faults, *notes))
+
+
+def _noise(seeds: Sequence[Seed], has_same_batches: bool) -> float:
+    """Return the largest distance of PyTorch's runs from each other, which is no less than the rounding of a loss."""
+    pairs = [(seed.perturbed, seed.script) for seed in seeds]
+    if not has_same_batches:
+        pairs += itertools.combinations([seed.script for seed in seeds], 2)
+    floor = max(least(_losses(seed.script)) for seed in seeds)
+    return max(floor, *(distance(_losses(one), _losses(other))[0] for one, other in pairs))
+
+
+def _losses(run: Sequence[Made]) -> list[float]:
+    return [made.loss for made in run]
+
+
+def _other_rates(seed: Seed) -> Iterator[str]:
+    """Yield a line for each update with other learning rates than the script's."""
+    for i, (ours, theirs) in enumerate(zip(seed.recipe, seed.script, strict=True), 1):
+        same = len(ours.rates) == len(theirs.rates)
+        if ours.rates and not (same and np.allclose(ours.rates, theirs.rates, RATE_BAR, 0.0)):
+            given = [", ".join(f"{rate:.6g}" for rate in made.rates) for made in (ours, theirs)]
+            yield f"update {i}: the learning rate is {given[0]}, the script's {given[1]}"
+
+
+def _other_batches(seed: Seed) -> Iterator[str]:
+    """Yield a line for each update with another batch than the script's."""
+    known = {made.batch: i for i, made in reversed([*enumerate(seed.script, 1)])}
+    for i, (ours, theirs) in enumerate(zip(seed.recipe, seed.script, strict=True), 1):
+        if ours.batch != theirs.batch:
+            of = f"that of its update {known[ours.batch]}" if ours.batch in known else "none of its batches"
+            yield f"update {i}: the batch is not the script's, but {of}"
+
+
+def _repeats(training: Training, seeds: Sequence[Seed]) -> bool:
+    """Whether runs of a script with one seed have the same batches.
+
+    They have not if the model draws random numbers between those of the batches, if the perturbed run shows so, or if
+    the DataLoader has an iteration of its own, which may draw others before the run begins a pass.
+    """
+    if training.loader is None:
+        return not _draws(training)
+    loader = training.recording.loaders[training.loader].loader
+    pairs = (pair for seed in seeds for pair in zip(seed.script, seed.perturbed, strict=True))
+    return type(loader).__iter__ is DataLoader.__iter__ and all(one.batch == other.batch for one, other in pairs)
+
+
+def _gives_rates(training: Training) -> bool:
+    return bool(training.turns) or any(cut.rates for cut in training.feed().cuts)
+
+
+def _draws(training: Training) -> bool:
+    """Whether the model of a script draws random numbers."""
+    programs = [backward.program for turn in training.of_turns for backward, _ in turn.programs]
+    return any(call.random is not None for program in programs for call in program.calls)
+
+
+def _seeds(training: Training, folder: Path, script: Path, args: Sequence[str]) -> Iterator[Seed]:
+    """Yield the runs of seeds: of one alone if they take long."""
+    begin, count = time.monotonic(), UPDATES
+    recipe = load_recipe(f"{folder / 'run.py'}::Run")[1]
+    runs = _RecipeRuns(recipe)
+    for number in range(1, SEEDS + 1):
+        plain = LongRun(
+            updates=count,
+            loader=training.loader,
+            inputs=None if training.loader is not None else str((folder / INPUTS).resolve()),
+            data_seed=number if training.accumulate == 1 else 0,  # `ScriptRows` has one order
+            model_seed=number,
+        )
+        # Other random numbers of the model, if these are not those of the batches as well.
+        others = OTHER_SEED if training.loader is not None or _draws(training) else 0
+        perturbed = dataclasses.replace(plain, model_seed=number + others, rate=1 + BIAS_CORRECTION, is_perturbed=True)
+        both = [_made(script, args, how) for how in (plain, perturbed)]
+        pairs = [*_timed(_together(both), f"PyTorch, seed {number}", count)]
+        ours = [*_timed(runs.run(number), f"JAX, seed {number}", len(pairs))]
+        count = len(ours)
+        yield Seed([one for one, _ in pairs], [other for _, other in pairs], ours)
+        if time.monotonic() - begin > 2 * SEEDS * SECONDS:
+            return
+
+
+def _together(runs: Sequence[Generator[Made, None, None]]) -> Generator[tuple[Made, ...], None, None]:
+    """Yield the updates of runs at once, while all have more."""
+    try:
+        yield from zip(*runs, strict=False)
+    finally:
+        for run in runs:
+            run.close()
+
+
+def _made(script: Path, args: Sequence[str], how: LongRun) -> Generator[Made, None, None]:
+    """Yield the updates of the script."""
+    with tempfile.TemporaryDirectory(prefix="jaxtrain-port-") as kept:
+        given = [kept, how.to_json(), script.resolve(), *args]
+        for found in sent("jaxtrain.port.long_run", given, script, None, is_quiet=True):
+            yield Made(**found)
+
+
+def _timed(updates: Generator[Any, None, None], what: str, most: int) -> Iterator[Any]:
+    """Yield updates until there are enough, or they have taken long."""
+    begin = None
+    report(f"behaviour: {what}, starts")
+    for number, found in enumerate(itertools.islice(updates, most), 1):
+        report(f"behaviour: {what}, update {number} of {most}")
+        yield found
+        begin = begin or time.monotonic()
+        if number >= FEWEST and time.monotonic() - begin > SECONDS:
+            break
+    updates.close()
+
+
+class _RecipeRuns:
+    """Trains a recipe as `jaxtrain train` does, from its first parameters, with several seeds."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self._training = recipe, build_training(recipe)
+
+    def run(self, seed: int) -> Generator[Made, None, None]:
+        """Yield the updates of a seed."""
+        recipe, task = dataclasses.replace(self._recipe, seed=seed), self._training.task
+        if isinstance(task.train, ScriptBatches):
+            task = dataclasses.replace(task, train=task.train.seeded(seed))
+        training, batches = dataclasses.replace(self._training, recipe=recipe), task_batches(task, recipe)
+        state = training.init()
+        try:
+            for batch in batches:
+                digest = digest_of(batch.values())
+                state, metrics = training.step_of(batch)(state, batch)
+                yield Made(float(metrics["loss"]), _rates(state), digest, not bool(metrics["skipped"]))
+        finally:
+            batches.close()
+
+
+def _rates(state: Any) -> tuple[float, ...]:
+    """Return the learning rates of the last update."""
+    groups = [*used_learning_rates(state.opt_state).values()]
+    one = used_learning_rate(state.opt_state) if not groups else None
+    return tuple(sorted({float(rate) for rate in jax.device_get(groups if one is None else [one])}))
+
+
+def chart(seeds: Sequence[Seed]) -> Chart:
+    """Return the chart of the losses of all seeds, and of their distances."""
+    steps = len(seeds[0].script)
+    x = between(0.5, steps + 0.5, whole(1, steps))
+    ends = [min(end, steps) for end in range(WINDOW, steps + WINDOW, WINDOW)]
+    theirs, perturbed, ours = ([means(_losses(seed[i])) for seed in seeds] for i in range(3))
+    y = linear([float(loss) for run in (*theirs, *ours) for loss in run])
+    apart = [np.abs(one - other) for one, other in zip(ours, theirs, strict=True)]
+    noise = [np.abs(one - other) for one, other in zip(perturbed, theirs, strict=True)]
+    far = logarithmic([float(loss) for run in (*apart, *noise) for loss in run])
+
+    def drawn(css: str, runs: Sequence[np.ndarray], axis: Any) -> list[tuple[str, str]]:
+        return [(css, curve(zip(ends, map(float, run), strict=True), x, axis)) for run in runs]
+
+    return Chart(
+        f"Losses of {steps} updates, means of {WINDOW}",
+        x,
+        [
+            Panel("loss", y, [*drawn(TORCH, theirs, y), *drawn(JAX, ours, y)]),
+            Panel("distance from the script", far, [*drawn("c1 dotted", noise, far), *drawn("c3", apart, far)]),
+        ],
+        label="update",
+        key=[
+            (TORCH, "the script"),
+            (JAX, "the recipe"),
+            ("c3", "its distance"),
+            ("c1 dotted", "the script, perturbed"),
+        ],
+    )
