@@ -1,7 +1,7 @@
 """A ported script's long runs: the script itself for 200 updates beside the recipe as `jaxtrain train` runs it.
 
-The proof in float64 (`parity.ported`) feeds both sides the recorded batches of a few updates. It cannot see the recipe's
-own batches, nor what changes after these updates. So here neither side has anything of the other but the first
+The proof in float64 (`parity.ported`) feeds both sides the recorded batches of a few updates. It cannot see the
+recipe's own batches, nor what changes after these updates. So here neither side has anything of the other but the first
 parameters: PyTorch's side is the script in a process of its own (`jaxtrain.port.long_run`), JAX's the recipe with its
 own data, schedule and precision. Both have the same seed, one of three.
 
@@ -14,9 +14,9 @@ differ by no more than there:
   if the iteration of a DataLoader is not PyTorch's own; then only the losses are compared, and a line says so;
 - the losses, as means over windows of updates: their root mean square distance from the script's is at most twice
   PyTorch's own noise, as the median of the seeds. The noise is the largest distance of a perturbed run of the script
-  from the plain one of the same seed. It is perturbed by rounding (one ulp of every parameter after every update, the
-  rounding of a bias correction, no autocast) and, if the model draws random numbers, by drawing others. Runs that draw
-  other batches are as far apart as runs of different seeds, so that these count as noise as well.
+  from the plain one of the same seed. It is perturbed by rounding (one ulp of every parameter after every update, no
+  autocast) and, if the model draws random numbers, by drawing others. Runs that draw other batches are as far apart as
+  runs of different seeds, so that these count as noise as well.
 
 Where rounding is amplified, as by a GAN, perturbed runs of the script part as JAX's does, and the bound is wide; where
 it is not, an average that drifts or a loss that is rounded too much is many times as far.
@@ -24,6 +24,7 @@ it is not, an average that drifts or a loss that is rounded too much is many tim
 
 import dataclasses
 import itertools
+import json
 import tempfile
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -38,7 +39,7 @@ from torch.utils.data import DataLoader
 from jaxtrain.optim import used_learning_rate, used_learning_rates
 from jaxtrain.pages import Chart, Panel, between, curve, linear, logarithmic, whole
 from jaxtrain.port.data import ScriptBatches, sent
-from jaxtrain.port.long_run import LongRun, Made, digest_of
+from jaxtrain.port.long_run import FEWEST, SECONDS, LongRun, Made, digest_of
 from jaxtrain.port.ported import Ported
 from jaxtrain.port.recipe_source import INPUTS
 from jaxtrain.port.understand import Training
@@ -53,11 +54,7 @@ from parity.report.figures import JAX, TORCH
 from parity.report.verdict_page import Section, write_page
 from parity.verify.behaviour import SEEDS, UPDATES, WINDOW, distance, least
 from parity.verify.behaviour import curve as means
-from parity.verify.noise import BIAS_CORRECTION
 
-SECONDS = 20.0
-"""After which a run ends with the next update, if it has made `FEWEST`: a minute of each side for three seeds."""
-FEWEST = 20
 OTHER_SEED = 1000
 """What is added to a seed for other random numbers of the model."""
 RATE_BAR = 1e-5
@@ -207,51 +204,52 @@ def _draws(training: Training) -> bool:
 
 
 def _seeds(training: Training, folder: Path, script: Path, args: Sequence[str]) -> Iterator[Seed]:
-    """Yield the runs of seeds: of one alone if they take long."""
-    begin, count = time.monotonic(), UPDATES
-    recipe = load_recipe(f"{folder / 'run.py'}::Run")[1]
-    runs = _RecipeRuns(recipe)
-    for number in range(1, SEEDS + 1):
-        plain = LongRun(
-            updates=count,
-            loader=training.loader,
-            inputs=None if training.loader is not None else str((folder / INPUTS).resolve()),
-            data_seed=number if training.accumulate == 1 else 0,  # `ScriptRows` has one order
-            model_seed=number,
-        )
-        # Other random numbers of the model, if these are not those of the batches as well.
-        others = OTHER_SEED if training.loader is not None or _draws(training) else 0
-        perturbed = dataclasses.replace(plain, model_seed=number + others, rate=1 + BIAS_CORRECTION, is_perturbed=True)
-        both = [_made(script, args, how) for how in (plain, perturbed)]
-        pairs = [*_timed(_together(both), f"PyTorch, seed {number}", count)]
-        ours = [*_timed(runs.run(number), f"JAX, seed {number}", len(pairs))]
-        count = len(ours)
-        yield Seed([one for one, _ in pairs], [other for _, other in pairs], ours)
-        if time.monotonic() - begin > 2 * SEEDS * SECONDS:
+    """Yield the runs of seeds: of fewer if they take long."""
+    recipe = _RecipeRuns(load_recipe(f"{folder / 'run.py'}::Run")[1])
+    begin = None
+    for number, (plain, perturbed) in enumerate(_script_runs(training, folder, script, args), 1):
+        begin = begin or time.monotonic()
+        count = min(len(plain), len(perturbed))
+        yield Seed(plain, perturbed, [*_timed(recipe.run(number), f"JAX, seed {number}", count)])
+        if time.monotonic() - begin > SEEDS * SECONDS:
             return
 
 
-def _together(runs: Sequence[Generator[Made, None, None]]) -> Generator[tuple[Made, ...], None, None]:
-    """Yield the updates of runs at once, while all have more."""
-    try:
-        yield from zip(*runs, strict=False)
-    finally:
-        for run in runs:
-            run.close()
-
-
-def _made(script: Path, args: Sequence[str], how: LongRun) -> Generator[Made, None, None]:
-    """Yield the updates of the script."""
+def _script_runs(
+    training: Training, folder: Path, script: Path, args: Sequence[str]
+) -> Sequence[tuple[list[Made], list[Made]]]:
+    """Return the plain and the perturbed run of the script for each seed."""
+    seeds = [_how(training, folder, number) for number in range(1, SEEDS + 1)]
+    runs: list[list[Made]] = [[] for _ in range(2 * SEEDS)]
+    report("behaviour: the script starts")
     with tempfile.TemporaryDirectory(prefix="jaxtrain-port-") as kept:
-        given = [kept, how.to_json(), script.resolve(), *args]
-        for found in sent("jaxtrain.port.long_run", given, script, None, is_quiet=True):
-            yield Made(**found)
+        given = [kept, json.dumps([list(map(dataclasses.asdict, pair)) for pair in seeds]), script.resolve(), *args]
+        for number, found in sent("jaxtrain.port.long_run", given, script, None, is_quiet=True):
+            runs[number].append(Made(**found))
+            report(f"behaviour: PyTorch, seed {number // 2 + 1}, update {len(runs[number])} of {UPDATES}")
+    return [pair for pair in zip(runs[::2], runs[1::2], strict=True) if all(pair)]
 
 
-def _timed(updates: Generator[Any, None, None], what: str, most: int) -> Iterator[Any]:
+def _how(training: Training, folder: Path, seed: int) -> tuple[LongRun, LongRun]:
+    """Return how the script trains with a seed, and how perturbed."""
+    from_loader = training.loader is not None
+    plain = LongRun(
+        updates=UPDATES,
+        loader=training.loader,
+        inputs=None if from_loader else str((folder / INPUTS).resolve()),
+        data_seed=seed if training.accumulate == 1 else 0,  # `ScriptRows` has one order
+        model_seed=seed,
+        is_perturbed=False,
+    )
+    # Other random numbers of the model, unless all are those of the batches.
+    others = OTHER_SEED if from_loader or _draws(training) else 0
+    return plain, dataclasses.replace(plain, model_seed=seed + others, is_perturbed=True)
+
+
+def _timed(updates: Generator[Made, None, None], what: str, most: int) -> Iterator[Made]:
     """Yield updates until there are enough, or they have taken long."""
     begin = None
-    report(f"behaviour: {what}, starts")
+    report(f"behaviour: {what}, compiles")
     for number, found in enumerate(itertools.islice(updates, most), 1):
         report(f"behaviour: {what}, update {number} of {most}")
         yield found

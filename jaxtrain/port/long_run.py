@@ -1,18 +1,20 @@
-"""The process that trains by a script itself for many updates: `python -m jaxtrain.port.long_run`.
+"""The process that trains by a script itself, several times for many updates: `python -m jaxtrain.port.long_run`.
 
 The script runs as by `python SCRIPT`. Of each update it sends the loss, the learning rates and a digest of the batches.
 Its random numbers have seeds that are given: those of the DataLoader that it trains on, by epoch as in a run of the
 recipe, and those of all else from the first call of `backward` on.
 
 A perturbed run shows how far rounding alone takes the losses: after each update every parameter becomes the next number
-above or below, learning rates are off by the rounding of a bias correction, and nothing is in an autocast region.
+above or below, and nothing is in an autocast region.
 """
 
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -28,11 +30,15 @@ from jaxtrain.port.cut import Feed
 from jaxtrain.port.feeder import all_batches
 from jaxtrain.port.kept_files import kept_files
 from jaxtrain.port.recording import Update
-from jaxtrain.port.refused import Refused
+from jaxtrain.port.refused import Refused, Stop
 from jaxtrain.port.script import Watch, run, seed_all
 from jaxtrain.port.short_passes import short_pass
 from jaxtrain.port.windows import Windows
 from jaxtrain.torch_internals import pytree
+
+SECONDS = 20.0
+"""After which a run ends with its next update, if it has made `FEWEST`; no more runs begin after three times these."""
+FEWEST = 20
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,6 @@ class LongRun:
       inputs: File of what its programs have in common, for these batches.
       data_seed: Seed of the order of that DataLoader.
       model_seed: Seed of all other random numbers.
-      rate: Factor of the learning rates.
       is_perturbed: Whether the run is perturbed by rounding.
     """
 
@@ -54,12 +59,7 @@ class LongRun:
     inputs: str | None
     data_seed: int
     model_seed: int
-    rate: float = 1.0
-    is_perturbed: bool = False
-
-    def to_json(self) -> str:
-        """Return it as text."""
-        return json.dumps(asdict(self))
+    is_perturbed: bool
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,7 @@ class Follower(Watch):
         self._epoch, self._count = 0, 0
         self._batches: list[Any] = []  # of the DataLoader, since the last update
         self._window: list[dict[str, torch.Tensor]] = []
-        self._is_seeded = False
-        self._given_rates: list[Any] = []
+        self._is_seeded, self._begin = False, 0.0
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield what is replaced in PyTorch."""
@@ -173,15 +172,10 @@ class Follower(Watch):
         result = super().before_step(optimizer, args, kwargs)
         turn = [*self.recording.optimizers].index(id(optimizer))
         self._read_window(turn, optimizer.param_groups)
-        self._given_rates = [group["lr"] for group in optimizer.param_groups]
-        for group, rate in zip(optimizer.param_groups, self._given_rates, strict=True):
-            group["lr"] = rate * self._how.rate
         return result
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Perturb the parameters."""
-        for group, rate in zip(optimizer.param_groups, self._given_rates, strict=True):
-            group["lr"] = rate
         if self._how.is_perturbed:
             for p in (p for group in optimizer.param_groups for p in group["params"]):
                 one_ulp_off(p, self._rng)
@@ -206,6 +200,9 @@ class Follower(Watch):
         self._send(Made(loss, rates, self._digest_of_batches(), update.optimizer is not None))
         self.recording.updates[-1] = Update()
         self._batches, self._window = [], []
+        self._begin = self._begin or time.monotonic()
+        if count >= FEWEST and time.monotonic() - self._begin > SECONDS:
+            raise Stop
 
     def _digest_of_batches(self) -> str:
         if self._how.loader is not None:
@@ -230,21 +227,40 @@ def one_ulp_off(x: torch.Tensor, rng: np.random.Generator) -> None:
 
 
 def main(args: list[str]) -> None:
-    """Send the updates of a script.
+    """Send the updates of runs of a script, each with the number of its run; those of a seed run at once.
 
     Args:
-      args: A file descriptor, a folder for files that are kept, how the script trains, the script, and its own
+      args: A file descriptor, a folder for files that are kept, the runs of each seed as JSON, the script, and its own
         arguments.
     """
-    pipe, kept, how, script, *own = args
+    pipe, kept, seeds, script, *own = args
     connection = Connection(int(pipe), readable=False)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # two such processes run at once
+    begin, count = time.monotonic(), 0
+    for runs in json.loads(seeds):
+        if time.monotonic() - begin > 3 * SECONDS:
+            return
+        # Not spawned: each would import PyTorch anew.
+        processes = []
+        for how in runs:
+            given = (connection, count, Path(kept) / str(count), LongRun(**how), Path(script), own)
+            processes.append(multiprocessing.get_context("fork").Process(target=_train, args=given))
+            processes[-1].start()
+            count += 1
+        for process in processes:
+            process.join()
+            if process.exitcode != 0:
+                sys.exit(1)
+
+
+def _train(connection: Connection, number: int, kept: Path, how: LongRun, script: Path, own: list[str]) -> None:
+    """Send the updates of a run."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+    kept.mkdir()
     try:
-        with kept_files(Path(kept)):
-            follower = Follower(Path(script), LongRun(**json.loads(how)), lambda made: connection.send(asdict(made)))
-            run(Path(script), own, follower)
-    except BrokenPipeError:  # enough updates have been made
+        with kept_files(kept):
+            run(script, own, Follower(script, how, lambda made: connection.send((number, asdict(made)))))
+    except BrokenPipeError:  # nobody waits for it any more
         return
     except UserError as error:
         connection.send(str(error))
