@@ -5,6 +5,7 @@ workloads   the models and sizes that are timed
 suites      which jobs a command times
 budget      the time limit and its division
 engines     the training steps; features, ceiling, updates, host and run hold the other kinds of work
+ported      the same for a script that `jaxtrain port` has ported
 equality    float64 check that the engines do the same work
 worker      the process that runs one engine
 timing      interleaved timing of the worker processes

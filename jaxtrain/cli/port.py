@@ -54,6 +54,7 @@ def _split(args: list[str]) -> tuple[list[str], str | None, list[str]]:
 
 def _port(options: Port, script: Path, args: Sequence[str]) -> int:
     """Record, understand, write and prove."""
+    from benchmarks.ported import speed  # benchmarks and parity are above jaxtrain, for those who have them
     from jaxtrain.port.data import keep_loaders
     from jaxtrain.port.fed import check_fed
     from jaxtrain.port.kept_files import kept_files
@@ -62,7 +63,7 @@ def _port(options: Port, script: Path, args: Sequence[str]) -> int:
     from jaxtrain.port.script import record
     from jaxtrain.port.understand import understood
     from jaxtrain.port.write import write
-    from parity.long_runs import long_runs  # parity is above jaxtrain, for those who have it
+    from parity.long_runs import long_runs
     from parity.ported import prove
 
     _say("recording", f"{script}, {options.updates} updates; what it prints follows")
@@ -87,6 +88,7 @@ def _port(options: Port, script: Path, args: Sequence[str]) -> int:
         runs = long_runs(result, folder, script, args, proof) if proof.passed else None
         if runs is not None:
             _say("behaviour", *runs.lines)
+            _say("speed", speed(result, folder, script, args))
         written.append(folder / "proof.html")
         if options.out.exists():
             options.out.rmdir()
