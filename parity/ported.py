@@ -233,7 +233,7 @@ class _InTurn(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update by the optimizer of this turn."""
-        number, settings = self._order[self._count]
+        number, settings = self._order[self._count % len(self._order)]
         for group, given in zip(self._optimizers[number].param_groups, settings, strict=True):
             group.update(given)
         unhooked(self._optimizers[number])
