@@ -1,0 +1,128 @@
+"""The proof notices what is wrong in the files of a ported script, and says at which line."""
+
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+
+from jaxtrain.port.data import keep_loaders
+from jaxtrain.port.ported import Ported, ported
+from jaxtrain.port.rerun import check_rerun
+from jaxtrain.port.script import record
+from jaxtrain.port.understand import understood
+from jaxtrain.port.write import write
+from jaxtrain.run import load_recipe
+from parity.ported import ported_case, prove
+
+from .planted_files import MATERIAL, Bug, drawn
+
+
+class Outcome(NamedTuple):
+    """What the proof says of a bug.
+
+    Attributes:
+      bug: The bug.
+      is_noticed: Whether the files are not equal.
+      is_placed: Whether a line of the proof names the statement, or the setting.
+      lines: The lines.
+    """
+
+    bug: Bug
+    is_noticed: bool
+    is_placed: bool
+    lines: Sequence[str]
+
+    def __str__(self) -> str:
+        return "\n    ".join([str(self.bug), *self.lines])
+
+
+def outcomes(name: str, count: int, folder: Path) -> Iterator[Outcome]:
+    """Yield what the proof says of bugs in the files of a script."""
+    path = MATERIAL[name](folder)
+    recording = record(path, [], 20)
+    keep_loaders(path, [], [found.loader for found in recording.loaders])
+    training = understood(recording)
+    check_rerun(training)
+    result = ported(training)
+    write(result, path, [], folder)
+    assert prove(result, folder, name).passed
+    right = program(result, folder)
+    found = 0
+    for number, bug in enumerate(drawn(folder, name, 4 * count)):
+        file, run = folder / bug.file, folder / "run.py"
+        texts = {run: run.read_text(), file: file.read_text()}
+        run.write_text(f"{texts[run]}# {number}\n")  # files are imported once for each content
+        file.write_text(f"{bug.text}# {number}\n")
+        try:
+            outcome = outcome_of(bug, result, folder, right)
+        finally:
+            for changed, text in texts.items():
+                changed.write_text(text)
+        if outcome is not None:
+            yield outcome
+            found += 1
+        if found == count:
+            return
+
+
+def outcome_of(bug: Bug, result: Ported, folder: Path, right: str) -> Outcome | None:
+    """Return what the proof says of a bug; None for a change that leaves the program as it is."""
+    try:
+        if program(result, folder) == right:
+            return None
+        proof = prove(result, folder, "planted")
+    except Exception as error:  # of JAX, with the line of the written file
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if str(folder) in frame.filename]
+        lines = [f"in JAX {Path(frame.filename).name}:{frame.lineno}: {frame.line}" for frame in frames]
+        return Outcome(bug, True, is_placed(bug, lines), [f"{type(error).__name__}: {error}", *lines])
+    return Outcome(bug, not proof.passed, is_placed(bug, proof.lines), proof.lines)
+
+
+def program(result: Ported, folder: Path) -> str:
+    """Return the program of a recipe and its settings as text."""
+    recipe = load_recipe(f"{folder / 'run.py'}::Run")[1]
+    case = ported_case(result, folder, "planted")
+    state = [] if case.state_like is None else [case.state_like]
+    windows = {str({k: x.shape for k, x in window.items()}): window for window in case.windows}
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def of(window: Any) -> str:
+        rows = len(next(iter(window.values()))) // recipe.accumulate
+        micro = {name: x[:rows] for name, x in window.items()}
+        weights: list[Any] = []
+
+        def loss(*args: Any) -> Any:
+            found = case.loss_fn(*args)
+            weights.append(found[0].weight)
+            return found
+
+        return str(jax.make_jaxpr(loss)(case.params_like, micro, key, *state)) + str(weights)
+
+    return str(recipe) + "".join(map(of, windows.values()))
+
+
+def is_placed(bug: Bug, lines: Sequence[str]) -> bool:
+    """Return whether lines name the statement or the setting of a bug."""
+    name = Path(bug.file).name
+    places = [f"{name}:{number}:" for number in range(bug.lines[0], bug.lines[1] + 1)]
+    named = [f"{bug.setting} is "] if bug.setting else []
+    return any(text in line for line in lines for text in (*places, *named))
+
+
+@pytest.mark.parametrize("name", ["groups", "duel"])
+def test_some_bugs_are_noticed_and_placed(tmp_path: Path, name: str) -> None:
+    for outcome in outcomes(name, 2, tmp_path):
+        assert outcome.is_noticed, outcome
+        assert outcome.is_placed, outcome
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MATERIAL)
+def test_bugs_are_noticed_and_placed(tmp_path: Path, name: str) -> None:
+    found = [*outcomes(name, 10, tmp_path)]
+    assert len(found) == 10
+    assert not [str(outcome) for outcome in found if not outcome.is_noticed]
+    assert sum(not outcome.is_placed for outcome in found) <= 1
