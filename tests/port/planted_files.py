@@ -103,7 +103,10 @@ def _in_code(folder: Path, file: str) -> Iterator[Bug]:
     for site in sites(file, text):
         mutant = site.mutant(text)
         if mutant is not None and mutant.line in lines:
-            yield Bug(file, lines[mutant.line], mutant.before, mutant.after, mutant.source)
+            first, last = lines[mutant.line]
+            if mutant.after == "pass":  # it has no line: the place is where its result would be used
+                last = lines.get(last + 2, (last, last))[1]
+            yield Bug(file, (first, last), mutant.before, mutant.after, mutant.source)
 
 
 CALLS = (
