@@ -9,7 +9,7 @@ import contextlib
 import io
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from jaxtrain.errors import RunFailed
 
 PREFIX = "port:"
 """Of the workload of a job; the name of a file follows."""
-ENGINES = ("torch_eager", "torch_compile", "jax")
+ENGINES = ("torch_eager", "jax", "torch_compile")
+"""In the order in which they are built: what compiles longest has what time is left."""
+SHOWN = ("torch_eager", "torch_compile", "jax")
 SECONDS, ROUNDS = 60.0, 10
 
 
@@ -79,9 +81,7 @@ def speed(result: Any, folder: Path, script: Path, args: Sequence[str]) -> str:
 def _line(path: Path, case: Any, *, can_compile: bool, updates: int) -> str:
     """Return the line of a file of work."""
     accumulate = case.settings["accumulate"]
-    # What compiles longest has what time is left.
-    order = ("torch_eager", "jax", "torch_compile")
-    jobs = [Job(f"{PREFIX}{path}", engine, case.precision, accumulate) for engine in order]
+    jobs = [Job(f"{PREFIX}{path}", engine, case.precision, accumulate) for engine in ENGINES]
     notes: list[str] = []
     timings: list[Timing] = []
     budget = Budget(SECONDS, remedy="")
@@ -102,7 +102,7 @@ def _line(path: Path, case: Any, *, can_compile: bool, updates: int) -> str:
     return line({timing.job.engine: timing.lower_decile_s / updates for timing in timings}, left_out)
 
 
-def line(seconds: dict[str, float], left_out: dict[str, str]) -> str:
+def line(seconds: Mapping[str, float], left_out: Mapping[str, str]) -> str:
     """Return a line on the seconds of a step.
 
     Args:
@@ -116,9 +116,9 @@ def line(seconds: dict[str, float], left_out: dict[str, str]) -> str:
       'PyTorch eager 30 ms, JAX 20 ms a step, interleaved (no compiled: it was not ready in time)        1.5x'
     """
     names = {**NAMES, "torch_compile": "compiled" if "torch_eager" in seconds else NAMES["torch_compile"]}
-    given = [f"{names[engine]} {1e3 * seconds[engine]:.3g} ms" for engine in ENGINES if engine in seconds]
+    given = [f"{names[engine]} {1e3 * seconds[engine]:.3g} ms" for engine in SHOWN if engine in seconds]
     missing = [
-        f"no {names[engine].removeprefix('PyTorch ')}: {left_out[engine]}" for engine in ENGINES if engine in left_out
+        f"no {names[engine].removeprefix('PyTorch ')}: {left_out[engine]}" for engine in SHOWN if engine in left_out
     ]
     notes = f" ({'; '.join(missing)})" if missing else ""
     theirs = [seconds[engine] for engine in seconds if engine != "jax"]

@@ -69,7 +69,7 @@ def outcomes(name: str, count: int, folder: Path) -> Iterator[Outcome]:
 
 
 def outcome_of(bug: Bug, result: Ported, folder: Path, right: str) -> Outcome | None:
-    """Return what the proof says of a bug; None for a change that leaves the program as it is, or that fails by itself."""
+    """Return what the proof says of a bug; None for a program that is as it was, or that fails by itself."""
     try:
         if program(result, folder) == right:
             return None
