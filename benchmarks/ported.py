@@ -70,7 +70,7 @@ def speed(result: Any, folder: Path, script: Path, args: Sequence[str]) -> str:
     with tempfile.TemporaryDirectory(prefix="jaxtrain-port-") as kept:
         files = [str(Path(kept) / f"{i}.npz") for i in range(len(windows))]
         for file, window in zip(files, windows, strict=True):
-            np.savez(file, **window)
+            np.savez(file, allow_pickle=False, **window)
         updates = len(result.training.recording.updates)
         work = _Work(str(script.resolve()), [*args], updates, str(folder.resolve()), files)
         path = Path(kept) / "work.json"
