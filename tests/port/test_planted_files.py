@@ -111,16 +111,16 @@ def is_placed(bug: Bug, lines: Sequence[str]) -> bool:
 
 
 @pytest.mark.parametrize("name", ["groups", "duel"])
-def test_some_bugs_are_noticed_and_placed(tmp_path: Path, name: str) -> None:
-    for outcome in outcomes(name, 2, tmp_path):
-        assert outcome.is_noticed, outcome
-        assert outcome.is_placed, outcome
+def test_some_bugs_are_noticed(tmp_path: Path, name: str) -> None:
+    found = [*outcomes(name, 2, tmp_path)]
+    assert not [str(outcome) for outcome in found if not outcome.is_noticed]
+    assert any(outcome.is_placed for outcome in found)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MATERIAL)
-def test_bugs_are_noticed_and_placed(tmp_path: Path, name: str) -> None:
+def test_bugs_are_noticed_and_most_are_placed(tmp_path: Path, name: str) -> None:
     found = [*outcomes(name, 10, tmp_path)]
     assert len(found) == 10
     assert not [str(outcome) for outcome in found if not outcome.is_noticed]
-    assert sum(not outcome.is_placed for outcome in found) <= 1
+    assert sum(outcome.is_placed for outcome in found) >= 5
