@@ -107,11 +107,11 @@ def long_runs(result: Ported, folder: Path, script: Path, args: Sequence[str], p
     """
     training, recipe = result.training, load_recipe(f"{folder / 'run.py'}::Run")[1]
     with waiting(Console(stderr=True), script.stem):
-        seeds = with_recipe(recipe, script_runs(training, folder, script, args))
+        seeds = with_recipe(training, recipe, script_runs(training, folder, script, args))
         found = verdict(training, seeds)
         if found.needs_more:
             others = script_runs(training, folder, script, args, first=SEEDS + 1)
-            seeds += with_recipe(recipe, others, first=SEEDS + 1)
+            seeds += with_recipe(training, recipe, others, first=SEEDS + 1)
             found = verdict(training, seeds)
     write_page(folder / PAGE, environment(), proof.cases, Section("Behaviour", found.passed, found.lines, chart(seeds)))
     return found
@@ -217,15 +217,18 @@ def _draws(training: Training) -> bool:
     return any(call.random is not None for program in programs for call in program.calls)
 
 
-def with_recipe(recipe: Recipe, runs: Sequence[tuple[list[Made], list[Made]]], first: int = 1) -> list[Seed]:
+def with_recipe(
+    training: Training, recipe: Recipe, runs: Sequence[tuple[list[Made], list[Made]]], first: int = 1
+) -> list[Seed]:
     """Return runs of a script with those of its recipe, of fewer seeds if they take long.
 
     Args:
+      training: What the script is.
       recipe: The recipe.
       runs: The plain and the perturbed run of the script for each seed.
       first: The first seed.
     """
-    ours, found, begin = _RecipeRuns(recipe), list[Seed](), time.monotonic()
+    ours, found, begin = _RecipeRuns(training, recipe), list[Seed](), time.monotonic()
     for number, (plain, perturbed) in enumerate(runs, first):
         count = min(len(plain), len(perturbed))
         found.append(Seed(plain, perturbed, [*_timed(ours.run(number), f"JAX, seed {number}", count)]))
@@ -292,8 +295,10 @@ def _timed(updates: Generator[Made, None, None], what: str, most: int) -> Iterat
 class _RecipeRuns:
     """Trains a recipe as `jaxtrain train` does, from its first parameters, with several seeds."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, training: Training, recipe: Recipe) -> None:
         self._recipe, self._training = recipe, build_training(recipe)
+        # Of a DataLoader those tensors that the updates read.
+        self._names = {name for _, inputs in training.programs for name in inputs.leaves}
 
     def run(self, seed: int) -> Generator[Made, None, None]:
         """Yield the updates of a seed."""
@@ -304,7 +309,7 @@ class _RecipeRuns:
         state = training.init()
         try:
             for batch in batches:
-                digest = digest_of(batch.values())
+                digest = digest_of(x for name, x in batch.items() if name in self._names or not self._names)
                 state, metrics = training.step_of(batch)(state, batch)
                 yield Made(float(metrics["loss"]), _rates(state), digest, not bool(metrics["skipped"]))
         finally:

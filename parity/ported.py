@@ -74,6 +74,9 @@ def prove(result: Ported, folder: Path, name: str) -> Proof:
       folder: The folder.
       name: Name in reports.
     """
+    if changed := _changed_settings(result, load_recipe(f"{folder / 'run.py'}::Run")[1]):
+        write_page(folder / PAGE, environment(), [])
+        return Proof(False, ("settings of run.py        NOT EQUAL", *changed), ())
     case = ported_case(result, folder, name)
     with waiting(Console(stderr=True), name), lines_in(folder):
         examination = examine(case, "fp64")
@@ -89,7 +92,6 @@ def prove(result: Ported, folder: Path, name: str) -> Proof:
     write_page(folder / PAGE, environment(), cases)
     worst = f"losses {found.loss_rel:.0e}, gradients {found.grad_rel_max:.0e}, parameters {found.param_rel_max:.0e}"
     changed = [] if found.passed else _changed_weight(case, result, folder)
-    changed += _changed_settings(result, load_recipe(f"{folder / 'run.py'}::Run")[1])
     others = () if result.turns else range(1, len(result.training.programs))  # turns have batches of all shapes
     changed += [line for i in others for line in _of_shape(result, folder, name, i)]
     is_equal = found.passed and not changed

@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,7 +34,6 @@ from jaxtrain.port.refused import Refused, Stop
 from jaxtrain.port.script import Watch, run, seed_all
 from jaxtrain.port.short_passes import short_pass
 from jaxtrain.port.windows import Windows
-from jaxtrain.torch_internals import pytree
 
 SECONDS = 20.0
 """After which a run ends with its next update, if it has made `FEWEST`; no more runs begin after three times these."""
@@ -112,7 +111,6 @@ class Follower(Watch):
         self._windows = None if how.inputs is None else Windows(Feed.of_json(Path(how.inputs).read_text()))
         self._rng = np.random.default_rng(how.model_seed)
         self._epoch, self._count = 0, 0
-        self._batches: list[Any] = []  # of the DataLoader, since the last update
         self._window: list[dict[str, torch.Tensor]] = []
         self._is_seeded, self._begin = False, 0.0
 
@@ -152,13 +150,9 @@ class Follower(Watch):
                     batch = next(batches, None)
                 if batch is None:
                     return
-                self._batches.append(batch)
                 yield batch
         finally:
-            if self._count > before:
-                self._epoch += 1
-            else:
-                self._batches.clear()
+            self._epoch += self._count > before
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients of a loss."""
@@ -197,25 +191,23 @@ class Follower(Watch):
             self._read_window(0, update.settings)
         loss = sum(float(backward.loss) for backward in update.backwards)
         rates = tuple(sorted({float(group["lr"]) for group in update.settings}))
-        self._send(Made(loss, rates, self._digest_of_batches(), update.optimizer is not None))
+        self._send(Made(loss, rates, self._digest_of_batches(update), update.optimizer is not None))
         self.recording.updates[-1] = Update()
-        self._batches, self._window = [], []
+        self._window = []
         self._begin = self._begin or time.monotonic()
         if count >= FEWEST and time.monotonic() - self._begin > SECONDS:
             raise Stop
 
-    def _digest_of_batches(self) -> str:
-        if self._how.loader is not None:
-            batches = [[*map(tensor_to_numpy, _tensors(batch))] for batch in self._batches]
-            return digest_of(np.concatenate(arrays) for arrays in zip(*batches, strict=True))
-        windows = [{name: tensor_to_numpy(x) for name, x in window.items()} for window in self._window]
-        return digest_of(np.stack([window[name] for window in windows]) for name in windows[0]) if windows else ""
-
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    """Return the tensors of a batch."""
-    values = batch.values() if isinstance(batch, Mapping) else pytree.tree_leaves(batch)
-    return [x for x in values if isinstance(x, torch.Tensor)]
+    def _digest_of_batches(self, update: Update) -> str:
+        """Return the digest of what an update reads of its batches."""
+        if self._how.loader is None:
+            windows = [{name: tensor_to_numpy(x) for name, x in window.items()} for window in self._window]
+            return digest_of(np.stack([window[name] for window in windows]) for name in windows[0]) if windows else ""
+        read = [
+            {leaf.key: tensor_to_numpy(backward.tensors[value]) for value, leaf in backward.leaves.items()}
+            for backward in update.backwards
+        ]
+        return digest_of(np.concatenate([batch[key] for batch in read]) for key in read[0])
 
 
 def one_ulp_off(x: torch.Tensor, rng: np.random.Generator) -> None:

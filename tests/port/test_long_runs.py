@@ -33,7 +33,7 @@ class Runs:
     def verdict(self, count: int = 3):
         """Return the verdict on the files as they are, of some seeds."""
         recipe = load_recipe(f"{self.folder / 'run.py'}::Run")[1]
-        return verdict(self.training, with_recipe(recipe, self.of_script[:count]))
+        return verdict(self.training, with_recipe(self.training, recipe, self.of_script[:count]))
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,17 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     assert "torch.randn(50, 6), torch.randint(3, (50,))" in text
     path.write_text(text.replace("50", "100"))
     return Runs(path)
+
+
+def test_a_library_may_read_batches_ahead(tmp_path: Path) -> None:
+    ahead = "[[b, *[next(it) for _ in range(1)]] for it in [iter(loader)] for b in it]"
+    path = script(tmp_path)
+    text = path.read_text()
+    path.write_text(text.replace("enumerate(loader)", f"enumerate(b for pair in {ahead} for b in pair)"))
+    path.write_text(path.read_text().replace("50", "64"))
+    found = Runs(path).verdict(1)
+    assert found.passed, found.lines
+    assert len(found.lines) == 1
 
 
 def test_long_runs_of_the_written_files_are_those_of_the_script(loop: Runs) -> None:
