@@ -110,7 +110,7 @@ class Follower(Watch):
         self._how, self._send = how, send
         self._windows = None if how.inputs is None else Windows(Feed.of_json(Path(how.inputs).read_text()))
         self._rng = np.random.default_rng(how.model_seed)
-        self._epoch, self._count = 0, 0
+        self._epoch, self._count, self._count_before = 0, 0, 0
         self._window: list[dict[str, torch.Tensor]] = []
         self._is_seeded, self._begin = False, 0.0
 
@@ -138,21 +138,19 @@ class Follower(Watch):
         return short_pass(loader, lambda: None)
 
     def _seeded_pass(self, loader: Any) -> Iterator[Any]:
-        """Yield the batches of the DataLoader in the order of a seed; a pass without updates counts as none."""
-        before, states = self._count, RandomStates(loader)
+        """Yield the batches of the DataLoader in the order of a seed; a pass that no update follows counts as none."""
+        self._epoch += self._count > self._count_before
+        self._count_before, states = self._count, RandomStates(loader)
         begin_epoch(loader, self._epoch)
         states.seed(self._how.data_seed, self._epoch)
         with states:
             batches = all_batches(loader)
-        try:
-            while True:
-                with states:
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                yield batch
-        finally:
-            self._epoch += self._count > before
+        while True:
+            with states:
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients of a loss."""

@@ -51,11 +51,8 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def test_a_library_may_read_batches_ahead(tmp_path: Path) -> None:
-    ahead = "[[b, *[next(it) for _ in range(1)]] for it in [iter(loader)] for b in it]"
     path = script(tmp_path)
-    text = path.read_text()
-    path.write_text(text.replace("enumerate(loader)", f"enumerate(b for pair in {ahead} for b in pair)"))
-    path.write_text(path.read_text().replace("50", "64"))
+    path.write_text(path.read_text().replace("enumerate(loader)", "enumerate([*loader])").replace("50", "64"))
     found = Runs(path).verdict(1)
     assert found.passed, found.lines
     assert len(found.lines) == 1
