@@ -14,10 +14,16 @@ class Budget:
     Args:
       seconds: The limit.
       clock: Returns the current time in seconds.
+      remedy: What a line on skipped work ends with.
     """
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
+    def __init__(
+        self,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        remedy: str = "; for more time use --minutes",
+    ) -> None:
+        self.clock, self.remedy = clock, remedy
         self.deadline = clock() + seconds
 
     def remaining(self) -> float:
@@ -29,7 +35,7 @@ class Budget:
 
         Parts that need less leave the difference to those after them, and the last one may use all that is left.
         """
-        return Budget(self.remaining() * 2 / (parts_left + 1), self.clock)
+        return Budget(self.remaining() * 2 / (parts_left + 1), self.clock, self.remedy)
 
 
 def select_jobs(seconds_per_turn: Sequence[float], limit_s: float) -> list[int]:

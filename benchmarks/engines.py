@@ -1,7 +1,7 @@
 """Engines: whole training steps of a case, from the same weights, on the same batch, in JAX and in PyTorch."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -169,10 +169,9 @@ def _initial_state(case: Case, job: Job, step: Any) -> Any:
 def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     import torch
 
-    from parity.oracle.in_torch import InFloat64
     from parity.sides import torch_side
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch_device()
     if job.feature in TORCH_ATTENTION:
         torch.backends.cuda.enable_cudnn_sdp(job.feature == "cuDNN")
         torch.backends.cuda.enable_flash_sdp(job.feature == "FlashAttention")
@@ -182,10 +181,9 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
     # The images already have this layout: they are [B, H, W, C], which the loss permutes.
     layout = torch.channels_last if workload.images else torch.contiguous_format
-    wide = job.precision == "fp64"
     is_own = case.module is not None
     model = _LENT.enter_context(torch_side.seeded_model(case, 0)) if is_own else torch_side.model_of(case)
-    model = model.to(device, torch.float64 if wide else torch.float32)
+    model = model.to(device, torch.float64 if job.precision == "fp64" else torch.float32)
     model = model.to(memory_format=layout)  # type: ignore[call-overload]  # missing from PyTorch's stubs
     if job.remat == "full":
         _enable_checkpointing(model, job)
@@ -193,22 +191,46 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
         raise UserError(f"remat {job.remat!r} has no counterpart in PyTorch: use none or full")
     dtype = torch_side.COPY.get(job.precision)
     copied = torch_side.LowPrecisionCopy(case, model, dtype) if dtype else None
+    optimizer = _fused(case.torch_optimizer(copied.masters if copied else model))
+    found = torch_engine(case, model, optimizer, [batch], job, copied)
+    if job.engine == "torch_eager":
+        return found
+    cold = _seconds(found.step)
+    torch.compiler.reset()
+    return replace(found, compile_s=cold, warm_compile_s=_seconds(found.step))
+
+
+def torch_engine(
+    case: Case, model: Any, optimizer: Any, batches: Sequence[Batch], job: Job, copied: Any = None
+) -> Engine:
+    """Return PyTorch's step of a case.
+
+    Args:
+      case: The case.
+      model: Its model, on the device.
+      optimizer: The optimizer of the model's parameters, or of those of `copied`.
+      batches: The batches of a step, each of which is a window and makes an update.
+      job: The engine and its settings.
+      copied: Copies of the model in another dtype (`parity.sides.torch_side.LowPrecisionCopy`); None without.
+    """
+    import torch
+
+    from parity.oracle.in_torch import InFloat64
+    from parity.sides import torch_side
+
+    device, wide = torch_device(), job.precision == "fp64"
+    dtype = torch_side.COPY.get(job.precision)
     computing, model = (copied.model, copied.masters) if copied else (model, model)
-    optimizer = _fused(case.torch_optimizer(model))
     scheduler = None if case.optimizer.scheduler is None else case.optimizer.scheduler(optimizer)
     scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision)
-    rows = case.rows // job.accumulate
-    micro_batches = [
-        {name: _tensor(x[i : i + rows], torch.float64 if wide else dtype).to(device) for name, x in batch.items()}
-        for i in range(0, case.rows, rows)
-    ]
+    windows = [_micro_batches(batch, job.accumulate, torch.float64 if wide else dtype, device) for batch in batches]
 
     # Not `model.compile()`, which does nothing to a `Sequential`.
     called: Any = torch.compile(computing) if job.engine == "torch_compile" else computing
     losses: list[float] = []
 
-    def run_step() -> None:
+    def update(micro_batches: Sequence[Any]) -> None:
         total = torch.zeros([], device=device)
         optimizer.zero_grad()
         if copied:
@@ -233,15 +255,29 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
             torch.cuda.synchronize()
         losses.append(float(total))
 
+    def run_step() -> None:
+        for window in windows:
+            update(window)
+
     def peak_bytes() -> int | None:
         return torch.cuda.max_memory_allocated() if device.type == "cuda" else None
 
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    if job.engine == "torch_eager":
-        return Engine(run_step, losses, name, peak_bytes)
-    cold = _seconds(run_step)
-    torch.compiler.reset()
-    return Engine(run_step, losses, name, peak_bytes, cold, _seconds(run_step))
+    return Engine(run_step, losses, name, peak_bytes)
+
+
+def torch_device() -> Any:
+    """Return the device on which PyTorch is timed."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _micro_batches(batch: Batch, count: int, dtype: Any, device: Any) -> list[Any]:
+    """Return the rows of a batch as some micro-batches."""
+    rows = len(next(iter(batch.values()))) // count
+    starts = range(0, count * rows, rows)
+    return [{name: _tensor(x[i : i + rows], dtype).to(device) for name, x in batch.items()} for i in starts]
 
 
 def _fused(optimizer: Any) -> Any:

@@ -42,7 +42,7 @@ def verify(jobs: Sequence[Job], budget: Budget, report: Report) -> bool:
         try:
             answer = process.receive(budget.remaining())
         except OutOfTime:
-            report(f"skipped {workload}: its float64 check did not end in time; for more time use --minutes")
+            report(f"skipped {workload}: its float64 check did not end in time{budget.remedy}")
             return False
     if answer["difference"]:
         raise RunFailed(answer["difference"])

@@ -232,7 +232,7 @@ def time_jobs(
         workers = warm_up(jobs, stack, budget, report)
         selected = select_jobs([worker.turn_s for worker in workers], budget.remaining() / 2)
         for i in {*range(len(workers))} - {*selected}:
-            _skip(workers[i].job, workers[i].process, f"a step takes {workers[i].step_s:.2g} s", report)
+            _skip(workers[i].job, workers[i].process, f"a step takes {workers[i].step_s:.2g} s", budget, report)
         workers, beside = [workers[i] for i in selected], [*beside] if selected else []
         round_s, done = sum(worker.turn_s for worker in (*workers, *beside)), 0
         while workers and done != rounds and (done == 0 or budget.remaining() > 1.5 * round_s):
@@ -253,11 +253,11 @@ def _warm_up(job: Job, process: Process, budget: Budget, report: Report) -> Work
         if first["note"]:
             report(first["note"])
         if first["first_s"] * (WARM_UP - 1) > budget.remaining():
-            _skip(job, process, f"its first step took {first['first_s']:.1f} s", report)
+            _skip(job, process, f"its first step took {first['first_s']:.1f} s", budget, report)
             return None
         warm = process.ask("warm", budget.remaining())
     except OutOfTime:
-        _skip(job, process, "it was not ready in time", report)
+        _skip(job, process, "it was not ready in time", budget, report)
         return None
     return Worker(job, process, warm.pop("step_s"), warm)
 
@@ -268,7 +268,7 @@ def _run_turn(worker: Worker, budget: Budget, report: Report) -> bool:
         # The others need the rest.
         turn = worker.process.ask(f"turn {TURN} {TURN_S}", budget.remaining() * 3 / 4)
     except OutOfTime:
-        _skip(worker.job, worker.process, "a turn did not end in time", report)
+        _skip(worker.job, worker.process, "a turn did not end in time", budget, report)
         return False
     worker.wall.append(turn["wall"])
     worker.cpu.append(turn["cpu"])
@@ -279,12 +279,12 @@ def _finish(worker: Worker, budget: Budget, report: Report) -> Timing | None:
     try:
         peak = worker.process.finish(max(budget.remaining(), 5.0))
     except OutOfTime:
-        _skip(worker.job, worker.process, "it did not end in time", report)
+        _skip(worker.job, worker.process, "it did not end in time", budget, report)
         return None
     return worker.timing(**peak)
 
 
-def _skip(job: Job, process: Process, reason: str, report: Report) -> None:
+def _skip(job: Job, process: Process, reason: str, budget: Budget, report: Report) -> None:
     """Report a skipped job, and kill its process at once: it would slow down the others."""
     process.kill()
-    report(f"skipped {job_label(job)}: {reason}; for more time use --minutes")
+    report(f"skipped {job_label(job)}: {reason}{budget.remedy}")

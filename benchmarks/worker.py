@@ -60,7 +60,7 @@ def _serve(job: Job) -> None:
 
 def build_engine(job: Job) -> Any:
     """Return the `benchmarks.engines.Engine` of any job."""
-    from benchmarks import ceiling, engines, host, run, updates
+    from benchmarks import ceiling, engines, host, ported_engines, run, updates
     from benchmarks.own_work import workload_of
 
     if job.workload in ceiling.CEILINGS:
@@ -71,6 +71,8 @@ def build_engine(job: Job) -> Any:
         return host.engine(job)
     if job.workload == run.WORKLOAD:
         return run.engine(job)
+    if job.workload.startswith(ported_engines.PREFIX):
+        return ported_engines.engine(job)
     return engines.engine(job, workload_of(job.workload))
 
 

@@ -21,6 +21,7 @@ The map of the package, in its order: a file or folder imports only those above 
     report/                    tables, JSON and HTML
     ported                     the proof of `jaxtrain port`
     verify/                    the verdict on a port that somebody else wrote
+    long_runs                  long runs of a ported script beside the script's own
     own_errors, cli            errors of a user's file in one line; the commands
     pytest_plugin              the pytest marker
 """

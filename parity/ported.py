@@ -6,12 +6,15 @@ updates were recorded. `jaxtrain.port.rerun` has computed the script's updates f
 
 import dataclasses
 import itertools
+import linecache
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from rich.console import Console
@@ -32,14 +35,17 @@ from jaxtrain.runner import frozen, optimizer_expression, recipe_optimizer
 from parity.attestation import environment
 from parity.case import Batch, Case
 from parity.cases.recipe_case import NAMED, moments_of
+from parity.compare.examination import Examination
 from parity.optimizer import Optimizer
 from parity.report import Result, waiting
-from parity.report.page_case import page_case
+from parity.report.page_case import PageCase, page_case
 from parity.report.terminal import divergence
 from parity.report.verdict_page import write_page
 from parity.run import examine
 from parity.settings import settings_of
 from parity.sides.frozen import frozen_too, without_frozen
+from parity.sides.jax_lines import lines_in
+from parity.source import source_line
 
 
 class Proof(NamedTuple):
@@ -48,10 +54,16 @@ class Proof(NamedTuple):
     Attributes:
       passed: Whether they are.
       lines: What was compared, and what differs.
+      cases: The checks, as `proof.html` shows them.
     """
 
     passed: bool
     lines: tuple[str, ...]
+    cases: tuple[PageCase, ...]
+
+
+PAGE = "proof.html"
+"""The page of a proof."""
 
 
 def prove(result: Ported, folder: Path, name: str) -> Proof:
@@ -64,29 +76,34 @@ def prove(result: Ported, folder: Path, name: str) -> Proof:
       folder: The folder.
       name: Name in reports.
     """
+    if changed := _changed_settings(result, load_recipe(f"{folder / 'run.py'}::Run")[1]):
+        write_page(folder / PAGE, environment(), [])
+        return Proof(False, ("settings of run.py        NOT EQUAL", *changed), ())
     case = ported_case(result, folder, name)
-    with waiting(Console(stderr=True), name):
+    with waiting(Console(stderr=True), name), lines_in(folder):
         examination = examine(case, "fp64")
         if not examination.verdict.passed:
-            examination = examine(case, "fp64", locate=True)
+            examination = _with_settings(examine(case, "fp64", locate=True), result, folder)
     found = examination.verdict
     results = [Result(case, "fp64", settings_of(case), examination)]
     if result.training.autocast is not None and found.passed:
         precision = PRECISIONS[result.training.autocast]
         with waiting(Console(stderr=True), name):
             results.append(Result(case, precision, settings_of(case), examine(case, precision)))
-    write_page(folder / "proof.html", environment(), list(map(page_case, results)))
+    cases = tuple(map(page_case, results))
+    write_page(folder / PAGE, environment(), cases)
     worst = f"losses {found.loss_rel:.0e}, gradients {found.grad_rel_max:.0e}, parameters {found.param_rel_max:.0e}"
-    changed = _changed_settings(result, load_recipe(f"{folder / 'run.py'}::Run")[1])
+    changed = [] if found.passed else _changed_weight(case, result, folder)
     others = () if result.turns else range(1, len(result.training.programs))  # turns have batches of all shapes
     changed += [line for i in others for line in _of_shape(result, folder, name, i)]
-    passed = all(one.examination.verdict.passed for one in results) and not changed
-    answer = "equal" if passed else "NOT EQUAL"
+    is_equal = found.passed and not changed
+    answer = "equal" if is_equal else "NOT EQUAL"
     lines = [f"{case.settings['steps']} updates in float64: {worst}        {answer}", *found.faults, *changed]
     lines += [line for one in results[1:] for line in _accuracy(one)]
     if found.first_divergence is not None:
         lines += divergence(found.first_divergence).plain.splitlines()
-    return Proof(passed, tuple(lines))
+    passed = is_equal and all(one.examination.verdict.passed for one in results)
+    return Proof(passed, tuple(lines), cases)
 
 
 def _accuracy(result: Result) -> list[str]:
@@ -95,6 +112,39 @@ def _accuracy(result: Result) -> list[str]:
     answer = "as accurate" if found.passed else "NOT AS ACCURATE"
     line = f"{result.precision}: {found.error_ratio or 0:.2f} times PyTorch's distance to float64        {answer}"
     return [line, *found.faults]
+
+
+def _with_settings(examination: Examination, result: Ported, folder: Path) -> Examination:
+    """Return an examination whose differences of an update are at the setting of the recipe that it follows."""
+    found = examination.verdict.first_divergence
+    if found is None or found.jax_at is not None:
+        return examination
+    setting = "clip_norm" if found.stage == "clip" and not result.training.clips_itself else "optimizer"
+    file = folder / "run.py"
+    linecache.checkcache(str(file))
+    at = str(file), _line_with(file, f"    {setting}: ")
+    placed = dataclasses.replace(found, jax_at=at, jax_source=source_line(*at))
+    return dataclasses.replace(examination, verdict=dataclasses.replace(examination.verdict, first_divergence=placed))
+
+
+def _line_with(file: Path, start: str) -> int:
+    """Return the number of the last line of a file that begins with a text: the setting that a class has."""
+    lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+    return max((number for number, line in lines if line.startswith(start)), default=1)
+
+
+def _changed_weight(case: "RecordedCase", result: Ported, folder: Path) -> list[str]:
+    """Return a line if the weight of a micro-batch's loss is not the script's."""
+    like, batch = (case.params_like, case.state_like), case.windows[0]
+    params, state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    rows = len(next(iter(batch.values()))) // result.training.accumulate
+    micro = {name: x[:rows] for name, x in batch.items()}
+    loss, *_ = case.loss_fn(params, micro, jax.random.key(0), *([] if state is None else [state]))
+    theirs = 1 / result.training.accumulate
+    if math.isclose(float(loss.weight), theirs, rel_tol=1e-6):
+        return []
+    at = source_line(str(folder / "run.py"), _line_with(folder / "run.py", "    return jt.Loss("))
+    return [f"the loss has the weight {float(loss.weight):g}, the script's {theirs:g} ({at})"]
 
 
 def _changed_settings(result: Ported, recipe: Recipe) -> list[str]:
@@ -125,7 +175,7 @@ def _of_shape(result: Ported, folder: Path, name: str, shape: int) -> list[str]:
     return [f"batches of {of_batch}: {fault}; give the DataLoader drop_last=True" for fault in faults]
 
 
-def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case:
+def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> "RecordedCase":
     """Return the case of the files in a folder.
 
     Args:
@@ -156,7 +206,7 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> Case
     kinds = " and ".join(type(part).__name__ for part in parts_of(training.optimizer))
     side = Optimizer(kinds, torch_optimizer, ours, moments, scheduler)
     tables = [found.state_names for found in result.models() if found.state_names is not None]
-    return _Case(
+    return RecordedCase(
         name=name,
         torch_model=partial(_started, result, module),
         torch_loss=torch_loss,
@@ -236,7 +286,7 @@ class _InTurn(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update by the optimizer of this turn."""
-        number, settings = self._order[self._count]
+        number, settings = self._order[self._count % len(self._order)]
         for group, given in zip(self._optimizers[number].param_groups, settings, strict=True):
             group.update(given)
         unhooked(self._optimizers[number])
@@ -261,7 +311,7 @@ def _nothing(module: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> torc
 
 
 @dataclasses.dataclass(frozen=True)
-class _Case(Case):
+class RecordedCase(Case):
     """A case of recorded windows, in the order of the script.
 
     Attributes:

@@ -66,6 +66,7 @@ def _split(args: list[str]) -> tuple[list[str], str | None, list[str]]:
 
 def _port(options: Port, script: Path, args: Sequence[str]) -> int:
     """Record, understand, write and prove."""
+    from benchmarks.ported import speed  # benchmarks and parity are above jaxtrain, for those who have them
     from jaxtrain.port.data import keep_loaders
     from jaxtrain.port.fed import check_fed
     from jaxtrain.port.kept_files import kept_files
@@ -74,7 +75,8 @@ def _port(options: Port, script: Path, args: Sequence[str]) -> int:
     from jaxtrain.port.script import record
     from jaxtrain.port.understand import understood
     from jaxtrain.port.write import write
-    from parity.ported import prove  # parity is above jaxtrain, for those who have it
+    from parity.long_runs import long_runs
+    from parity.ported import prove
 
     _say("recording", f"{script}, {options.updates} updates; what it prints follows")
     with tempfile.TemporaryDirectory(prefix="jaxtrain-port-") as kept, kept_files(Path(kept)):
@@ -94,22 +96,26 @@ def _port(options: Port, script: Path, args: Sequence[str]) -> int:
             check_fed(training, script, args, folder)
             _say("batches", "given by the script, whatever its model computes")
         proof = prove(result, folder, script.stem)
+        _say("proof", *proof.lines)
+        runs = long_runs(result, folder, script, args, proof) if proof.passed else None
+        if runs is not None:
+            _say("behaviour", *runs.lines)
+            _say("speed", speed(result, folder, script, args))
         written.append(folder / "proof.html")
         if options.out.exists():
             options.out.rmdir()
         os.replace(folder, options.out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for name, text in zip(["proof", *[""] * len(proof.lines)], proof.lines, strict=False):
-        _say(name, text)
     _say("wrote", "  ".join(str(options.out / file.name) for file in written))
     run = f"{options.out / 'run.py'}::Run"
     _say("next", f"jaxtrain train {run}        jaxtrain plan {run} --device h100")
-    return 0 if proof.passed else 1
+    return 0 if proof.passed and runs is not None and runs.passed else 1
 
 
-def _say(name: str, text: str) -> None:
-    print(f"{name:<10} {text}", flush=True)
+def _say(name: str, *lines: str) -> None:
+    for title, line in zip([name, *[""] * len(lines)], lines, strict=False):
+        print(f"{title:<10} {line}", flush=True)
 
 
 def _found(training: Any) -> Iterator[tuple[str, str]]:

@@ -26,6 +26,7 @@ from jaxtrain.data.reading.data_kinds import Kind as Kind
 from jaxtrain.data.reading.data_kinds import digest_of as digest_of
 from jaxtrain.data.reading.data_kinds import kind_of as kind_of
 from jaxtrain.data.reading.torch_loader import RandomStates as RandomStates
+from jaxtrain.data.reading.torch_loader import begin_epoch as begin_epoch
 from jaxtrain.data.rows.language_rows import LanguageRows as LanguageRows
 from jaxtrain.data.rows.language_rows import language_rows as language_rows
 from jaxtrain.data.rows.language_rows import text_windows as text_windows

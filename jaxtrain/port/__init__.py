@@ -21,7 +21,9 @@ ported      the script as a model of JAX
 recipe_source  the text of the recipe
 write       the recipe and the model as files
 data        the script's own DataLoader or batches, for the recipe
+windows     what the script's updates read, as the run takes it
 feeder      the process that runs the script as the source of these batches
+long_run    the process that runs the script for many updates, to be compared with those of the run
 
 Only this file and `data` are imported by the files that are written; the others need PyTorch.
 """
@@ -47,6 +49,7 @@ __all__ = [
     "data",
     "fed",
     "kept_files",
+    "long_run",
     "micro_batch",
     "model",
     "ported",

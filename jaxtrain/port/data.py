@@ -107,6 +107,7 @@ class ScriptBatches:
       inputs: File of what its programs have in common, which `jaxtrain port` has written.
       folder: The folder in which it runs; None for that of this process.
       shift: What is added to the numbers of answers.
+      seed: Seed of the random numbers after the first micro-batch; None for the script's own.
 
     Raises:
       UserError: While they are read: an update computes another program than those that were recorded.
@@ -119,38 +120,59 @@ class ScriptBatches:
         inputs: Path | str,
         folder: Path | str | None = None,
         shift: float = 0.0,
+        seed: int | None = None,
     ) -> None:
         self._script, self._args, self._inputs = Path(script).resolve(), args, Path(inputs).resolve()
-        self._folder, self._shift = folder, shift
+        self._folder, self._shift, self._seed = folder, shift, seed
+
+    def seeded(self, seed: int) -> "ScriptBatches":
+        """Return the batches of another run of the script, whose random numbers have a seed."""
+        return ScriptBatches(self._script, self._args, self._inputs, self._folder, self._shift, seed)
 
     def __iter__(self) -> Generator[dict[str, Any], None, None]:
         # Its own files are removed here: it is killed when the run has all that it needs.
         with tempfile.TemporaryDirectory(prefix="jaxtrain-port-") as kept:
-            yield from self._given(kept)
+            given = [self._shift, self._seed, kept, self._inputs, self._script, *self._args]
+            yield from sent("jaxtrain.port.feeder", given, self._script, self._folder)
 
-    def _given(self, kept: str) -> Generator[dict[str, Any], None, None]:
-        ours, theirs = os.pipe()
-        given = [str(theirs), str(self._shift), kept, str(self._inputs), str(self._script), *self._args]
-        command = [sys.executable, "-m", "jaxtrain.port.feeder", *given]
-        process = subprocess.Popen(
-            command, pass_fds=[theirs], stdin=subprocess.DEVNULL, cwd=self._folder, env=with_hash_seed()
-        )
-        os.close(theirs)
-        try:
-            with Connection(ours, writable=False) as connection:
-                while True:
-                    try:
-                        found = connection.recv()
-                    except EOFError:
-                        break
-                    if isinstance(found, str):
-                        raise UserError(found)
-                    yield found
-            if process.wait() != 0:
-                raise UserError(f"{self._script} ended with the exit status {process.returncode}: run it by itself")
-        finally:
-            process.kill()
-            process.wait()
+
+def sent(
+    module: str, given: Sequence[Any], script: Path, folder: Path | str | None, *, is_quiet: bool = False
+) -> Generator[Any, None, None]:
+    """Yield what a process that runs a script sends.
+
+    Args:
+      module: Its module, which gets a file descriptor to send by, and a text in place of an error of the user's.
+      given: Its other arguments.
+      script: The script.
+      folder: The folder in which it runs; None for that of this process.
+      is_quiet: Whether what the script prints to standard error is left out.
+
+    Raises:
+      UserError: The process has sent a text, or failed.
+    """
+    ours, theirs = os.pipe()
+    command = [sys.executable, "-m", module, str(theirs), *map(str, given)]
+    errors = subprocess.DEVNULL if is_quiet else None
+    process = subprocess.Popen(
+        command, pass_fds=[theirs], stdin=subprocess.DEVNULL, stderr=errors, cwd=folder, env=with_hash_seed()
+    )
+    os.close(theirs)
+    try:
+        with Connection(ours, writable=False) as connection:
+            while True:
+                try:
+                    found = connection.recv()
+                except EOFError:
+                    break
+                if isinstance(found, str):
+                    raise UserError(found)
+                yield found
+        if process.wait() != 0:
+            raise UserError(f"{script} ended with the exit status {process.returncode}: run it by itself")
+    finally:
+        process.kill()
+        process.wait()
 
 
 def micro_batch(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from jaxtrain.port.calls import tensors_in
 from jaxtrain.port.cut import Feed
 from jaxtrain.port.kept_files import kept_files
 from jaxtrain.port.recording import Backward
-from jaxtrain.port.refused import Refused, refused_at
-from jaxtrain.port.script import Watch, digest, run
-from jaxtrain.port.turns import Turns
+from jaxtrain.port.refused import Refused
+from jaxtrain.port.script import Watch, run, seed_all
+from jaxtrain.port.windows import Windows
 from jaxtrain.torch_internals import pytree
 
 
@@ -35,14 +35,16 @@ class Feeder(Watch):
       feed: What its updates read.
       send: Called with the tensors of a micro-batch, by name, when the optimizer steps that it is for.
       shift: What is added to the numbers of answers.
+      seed: Seed of the random numbers after the first call of `backward`; None for the script's own.
     """
 
-    def __init__(self, script: Path, feed: Feed, send: Callable[[dict[str, Any]], None], shift: float) -> None:
+    def __init__(
+        self, script: Path, feed: Feed, send: Callable[[dict[str, Any]], None], shift: float, seed: int | None
+    ) -> None:
         super().__init__(str(script.resolve()), 0, lambda _: None)
-        self._feed, self._send, self._shift = feed, send, shift
+        self._feed, self._send, self._shift, self._seed = feed, send, shift, seed
         self._own: list[Backward] = []  # of this update
-        self._turns = Turns()
-        self._last: dict[int, Backward] = {}  # by turn
+        self._windows = Windows(feed)
         self._answers: dict[Any, Any] = {}
         self.recorder.answer, self.recorder.answer_gradient = self._answer, self._answer_gradient
 
@@ -60,7 +62,7 @@ class Feeder(Watch):
 
     def one_pass(self, loader: Any) -> Iterator[Any]:
         """Return all batches of a DataLoader."""
-        return _all_batches(loader)
+        return all_batches(loader)
 
     def around_module(self, module: torch.nn.Module, call: Callable[[], Any]) -> Any:
         """Call a module."""
@@ -71,6 +73,9 @@ class Feeder(Watch):
         with self.recorder.inside():
             self._own.append(self.program(loss, None, self.recorder.line()))
         self.recorder.end_interval()
+        if self._seed is not None:
+            seed_all(self._seed)
+            self._seed = None
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Send the micro-batches of an update, which a closure may compute."""
@@ -91,23 +96,8 @@ class Feeder(Watch):
 
     def _send_window(self, optimizer: Any) -> None:
         number = [*self.recording.optimizers].index(id(optimizer))
-        turn = next(i for i, its in enumerate(self._feed.cuts) if number in its.optimizers)
-        found, window, backwards = self._feed.cuts[turn], [], self._own
-        if found.is_joined and self._own:
-            backwards = [self._turns.joined(turn, self._own)]
-        for backward in backwards:
-            read = found.read(backward, self._last.get(turn))
-            for value, root in zip(read.program.roots, found.roots, strict=True):
-                if root.kind == "constant" and digest(read.tensors.get(value)) != root.name:
-                    raise refused_at(
-                        "a tensor was the same in all updates that were recorded", read.line, "port it anew"
-                    )
-            window.append(found.inputs(read).batch_of(read))
-            self._last[turn] = backward
-        if window:
-            groups = [group for i in found.optimizers for group in self._optimizers[i].param_groups]
-            for micro_batch in self._feed.given(turn, window, groups):
-                self._send({name: x.cpu() for name, x in micro_batch.items()})
+        for micro_batch in self._windows.read(number, self._own, self._optimizers):
+            self._send({name: x.cpu() for name, x in micro_batch.items()})
         self._own = []
 
     def _answer(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +120,8 @@ class Feeder(Watch):
         return shifted.requires_grad_().clone() if x.requires_grad and torch.is_grad_enabled() else shifted
 
 
-_all_batches = DataLoader.__iter__
+all_batches = DataLoader.__iter__
+"""The batches of a pass over a DataLoader, whose own method is replaced while a script runs."""
 
 
 def _described(argument: Any) -> Any:
@@ -148,10 +139,10 @@ def main(args: list[str]) -> None:
     """Send the micro-batches of a script.
 
     Args:
-      args: A file descriptor, the shift, a folder for files that are kept, the file of what programs have in common,
-        the script, and its own arguments.
+      args: A file descriptor, the shift, the seed or "None", a folder for files that are kept, the file of what
+        programs have in common, the script, and its own arguments.
     """
-    pipe, shift, kept, found, script, *own = args
+    pipe, shift, seed, kept, found, script, *own = args
     connection = Connection(int(pipe), readable=False)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -162,7 +153,8 @@ def main(args: list[str]) -> None:
 
     try:
         with kept_files(Path(kept)):
-            run(Path(script), own, Feeder(Path(script), Feed.of_json(Path(found).read_text()), send, float(shift)))
+            feed, given = Feed.of_json(Path(found).read_text()), None if seed == "None" else int(seed)
+            run(Path(script), own, Feeder(Path(script), feed, send, float(shift), given))
     except BrokenPipeError:  # the run has all that it needs
         return
     except UserError as error:

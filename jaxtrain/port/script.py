@@ -75,10 +75,7 @@ def made_loaders(script: Path, args: Sequence[str], number: int) -> list[Any]:
 
 def run(script: Path, args: Sequence[str], watch: "Watch") -> bool:
     """Run a script, observed, and return whether it ended by itself."""
-    # A script without seeds computes something else in every run: it has these.
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+    seed_all(0)  # a script without seeds computes something else in every run
     with watch.watching(), _as_main(script, args):
         try:
             runpy.run_path(str(script.resolve()), run_name="__main__")
@@ -90,6 +87,13 @@ def run(script: Path, args: Sequence[str], watch: "Watch") -> bool:
             if end.code not in (None, 0):
                 raise UserError(f"{script} ended with the exit status {end.code}: run it by itself first") from None
     return True
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global random generators of Python, NumPy and PyTorch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @contextlib.contextmanager
@@ -323,7 +327,7 @@ class Watch:
             self._update.optimizer, self._update.line = optimizer, line
         update = self.recording.updates[-1] if self._joins else self._update
         update.settings += _settings(optimizer)
-        update.gradients += [digest(p.grad) for p in _parameters(optimizer)]
+        update.gradients += [self.digest(p.grad) for p in _parameters(optimizer)]
         return (optimizer, *([] if closure is None else [closure])), {}
 
     def _join(self, optimizer: Any, line: Line) -> None:
@@ -342,12 +346,16 @@ class Watch:
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """End an update, or what one of several optimizers does in it."""
         update = self.recording.updates[-1] if self._joins else self._update
-        update.after += [digest(p) or "" for p in _parameters(optimizer)]
+        update.after += [self.digest(p) or "" for p in _parameters(optimizer)]
         self._in_step.close()
         if self._joins:
             self._stop_at_end()
         else:
             self._end_update()
+
+    def digest(self, x: torch.Tensor | None) -> str | None:
+        """Return a digest of a gradient or a parameter of an update."""
+        return digest(x)
 
     def _end_update(self) -> None:
         self.recording.updates.append(self._update)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxtrain.errors import UserError
 from parity.bars import FIRST_BAR
 from parity.compare.verdict import relative
 from parity.divergence import Divergence
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
     from parity.explain.stages import Stage, StageRun
     from parity.record import Step, Tensors
 
-REFUSALS = (RuntimeError, ValueError, IndexError)
-"""What PyTorch raises for arguments or shapes that a function or a model cannot take. Any other exception is a bug of
-the harness and is not caught."""
+REFUSALS = (RuntimeError, ValueError, IndexError, UserError)
+"""What PyTorch raises for arguments or shapes that a function or a model cannot take, and what dropout masks raise for
+activations of another shape. Any other exception is a bug of the harness and is not caught."""
 
 logger = logging.getLogger(__name__)
 

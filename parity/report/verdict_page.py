@@ -3,12 +3,12 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
 from jaxtrain.folder_files import write_file
-from jaxtrain.pages import READOUT, Table, render_page
+from jaxtrain.pages import READOUT, Chart, Table, render_page
 from parity.report.figures import badness, gradient_chart, loss_chart, number, scale_chart
 from parity.report.page_case import PageCase
 from parity.report.terminal import bars
@@ -16,36 +16,56 @@ from parity.report.terminal import bars
 _HEADING = ("case", "verdict", "precision", "k", "remat", "loss", "worst gradient", "of", "parameters", "error ratio")
 
 
-def write_page(path: Path, environment: Mapping[str, Any], cases: Sequence[PageCase]) -> None:
-    """Write a self-contained page of the cases, those that differ first."""
+class Section(NamedTuple):
+    """What was compared besides the cases.
+
+    Attributes:
+      title: Its title.
+      held: Whether it held.
+      lines: What was found.
+      chart: A chart of it.
+    """
+
+    title: str
+    held: bool
+    lines: Sequence[str]
+    chart: Chart
+
+
+def write_page(path: Path, environment: Mapping[str, Any], cases: Sequence[PageCase], *sections: Section) -> None:
+    """Write a self-contained page of the cases, those that differ first, and of other sections."""
     checks = [_check(i, case) for i, case in enumerate(sorted(cases, key=lambda case: case.verdict.passed), start=1)]
-    verdict = _verdict(cases)
+    held = [*(case.verdict.passed for case in cases), *(section.held for section in sections)]
+    verdict = _verdict(held)
     page = render_page(
         "parity.report",
         "page.html.j2",
         title=f"{verdict} — parity",
         script=READOUT,
         verdict=verdict,
-        held=bool(cases) and all(case.verdict.passed for case in cases),
+        held=bool(held) and all(held),
         bars=bars(),
         checks=checks,
+        sections=sections,
         table=Table(_HEADING, [check["row"] for check in checks], "All checks", numbers={3, 5, 6, 8, 9}),
         environment={k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in environment.items()},
     )
     write_file(path, page)
 
 
-def _verdict(cases: Sequence[PageCase]) -> str:
-    """The verdict of all cases in one line.
+def _verdict(held: Sequence[bool]) -> str:
+    """The verdict of all checks in one line, of whether each held.
 
     >>> _verdict([])
     'Nothing was checked'
+    >>> _verdict([True, False])
+    '1 check held, 1 differs'
     """
-    if not cases:
+    if not held:
         return "Nothing was checked"
-    held = sum(case.verdict.passed for case in cases)
-    differ = len(cases) - held
-    return f"{held} check{'s' * (held != 1)} held, {differ or 'none'} differ{'s' * (differ < 2)}"
+    count = sum(held)
+    differ = len(held) - count
+    return f"{count} check{'s' * (count != 1)} held, {differ or 'none'} differ{'s' * (differ < 2)}"
 
 
 def _check(i: int, case: PageCase) -> dict[str, Any]:

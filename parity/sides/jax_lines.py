@@ -3,6 +3,9 @@
 import functools
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from jax.extend.core import JaxprEqn
@@ -19,7 +22,30 @@ STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 def line_of(eqn: JaxprEqn, inside: Inside = ()) -> tuple[str, int] | None:
     """Return the line of the model, the loss or the optimizer that an equation comes from."""
-    return recorded_values.line_of(eqn, inside, is_of_user)
+    folder = _FOLDER.get()
+    return recorded_values.line_of(eqn, inside, is_of_user if folder is None else functools.partial(_is_in, folder))
+
+
+_FOLDER: ContextVar[Path | None] = ContextVar("folder", default=None)
+
+
+@contextmanager
+def lines_in(folder: Path) -> Iterator[None]:
+    """Take the lines of files in a folder alone for those of the user while entered: what they call is a library.
+
+    Args:
+      folder: The folder.
+    """
+    before = _FOLDER.set(folder.resolve())
+    try:
+        yield
+    finally:
+        _FOLDER.reset(before)
+
+
+@functools.cache
+def _is_in(folder: Path, file: str) -> bool:
+    return Path(file).resolve().is_relative_to(folder)
 
 
 def libraries() -> tuple[Path, ...]:

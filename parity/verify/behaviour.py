@@ -8,10 +8,11 @@ amplified, PyTorch's runs are as far apart as JAX's, and what is within their di
 where it is not, a schedule that ends at another update or a running average that drifts is many times as far.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from parity.bars import FEW_ULPS, RATIO_BAR
-from parity.record import Record
 from parity.settings import Settings
 from parity.verify.contract import Target
 from parity.verify.difference import Difference, Held
@@ -57,17 +58,29 @@ def _ratio(case: SourceCase, program: PortProgram, seed: int) -> tuple[float, in
     settings = Settings(steps=case.most(UPDATES), seed=seed)
     theirs = reference(case, settings)
     ours = program.run(case, theirs.weights, steps=settings.steps, seed=seed)
-    truth = curve(theirs.truth)
+    truth = theirs.truth.losses
     runs = [theirs.theirs, *theirs.reordered, *theirs.one_ulp]
-    unit = max(FEW_ULPS * _rms(truth), *(_rms(curve(run) - truth) for run in runs))
-    apart = np.nan_to_num(curve(ours) - truth, nan=np.inf)
-    return _rms(apart) / unit, min(WINDOW * (int(np.argmax(np.abs(apart))) + 1), settings.steps)
+    unit = max(least(truth), *(distance(run.losses, truth)[0] for run in runs))
+    apart, update = distance(ours.losses, truth)
+    return apart / unit, update
 
 
-def curve(run: Record) -> np.ndarray:
-    """Return the losses of a run as means over windows, of which the last may be shorter, float64[windows]."""
-    starts = range(0, len(run.losses), WINDOW)
-    return np.array([np.mean(run.losses[start : start + WINDOW], dtype=np.float64) for start in starts])
+def distance(losses: Sequence[float] | np.ndarray, reference: Sequence[float] | np.ndarray) -> tuple[float, int]:
+    """Return the distance of a curve from another one, and the end of the window where it is largest."""
+    apart = curve(losses) - curve(reference)
+    apart = np.where(np.isfinite(apart), apart, np.inf)
+    return _rms(apart), min(WINDOW * (int(np.argmax(np.abs(apart))) + 1), len(losses))
+
+
+def least(losses: Sequence[float] | np.ndarray) -> float:
+    """Return the least distance of two curves that means anything: the rounding of a loss."""
+    return FEW_ULPS * _rms(curve(losses))
+
+
+def curve(losses: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Return losses as means over windows, of which the last may be shorter, float64[windows]."""
+    starts = range(0, len(losses), WINDOW)
+    return np.array([np.mean(losses[start : start + WINDOW], dtype=np.float64) for start in starts])
 
 
 def _rms(x: np.ndarray) -> float:

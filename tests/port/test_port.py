@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+import benchmarks.ported
 from jaxtrain.cli import main
 from jaxtrain.errors import UserError
 from jaxtrain.port.data import ScriptRows, script_loader
@@ -27,12 +29,19 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 @pytest.mark.parametrize("name", ["classifier", "autoencoder"])
 def test_a_script_is_written_as_a_recipe_that_is_the_same_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    monkeypatch.setattr(benchmarks.ported, "ENGINES", ("torch_eager", "jax"))
     assert main(["port", "--out", str(tmp_path / "port"), str(SCRIPTS / f"{name}.py")]) == 0
     page = capsys.readouterr().out
     assert "20 updates in float64" in page
-    assert page.count("equal") >= 1
+    proof, behaviour, speed = (
+        next(line for line in page.splitlines() if line.startswith(start)) for start in ("proof", "behaviour", "speed")
+    )
+    assert proof.endswith("  equal")
+    assert behaviour.endswith("  equal")
+    assert re.search(r"PyTorch eager [\d.]+ ms, JAX [\d.]+ ms a step, interleaved +[\d.]+x$", speed)
+    assert "Behaviour" in (tmp_path / "port" / "proof.html").read_text()
     assert {"run.py", "model.py", "proof.html", "params.safetensors"} <= {x.name for x in (tmp_path / "port").iterdir()}
     run = [f"{tmp_path / 'port' / 'run.py'}::Run", "--steps", "3", "--eval-every", "3", "--log-every", "1"]
     assert main(["train", *run, "--out", str(tmp_path / "run")]) == 0
@@ -104,6 +113,7 @@ def test_autocast_is_proved_to_be_as_accurate(tmp_path: Path) -> None:
     with changed(tmp_path / "model.py", "jnp.tanh", rounded):
         proof = prove(result, tmp_path, "autocast")
     assert not proof.passed
+    assert proof.lines[0].endswith("  equal")  # each line has its own verdict
     assert any(line.startswith("bf16: ") and line.endswith("NOT AS ACCURATE") for line in proof.lines)
 
 

@@ -147,12 +147,22 @@ class DataLoaderReader:
             return next(self._iterator, _END)
 
     def _open(self, epoch: int) -> None:
-        for part in _parts(self._loader):
-            set_epoch(part, epoch)
+        begin_epoch(self._loader, epoch)
         self._random.seed(self._seed, epoch)
         with self._random:
             self._iterator = iter(self._loader)
         self._epoch, self._batches = epoch, 0
+
+
+def begin_epoch(loader: Any, epoch: int) -> None:
+    """Give the parts of a DataLoader the number of an epoch.
+
+    Args:
+      loader: The DataLoader.
+      epoch: The number.
+    """
+    for part in _parts(loader):
+        set_epoch(part, epoch)
 
 
 class RandomStates:
