@@ -35,7 +35,10 @@ def check_rerun(training: Training) -> None:
     optimizers = [new_optimizer(turn) for turn in turns]
     carried = {name: x for turn in turns for name, x in turn.first_carried().items()}
     for number, (i, update) in enumerate(training.by_turn()):
-        _check_update(turns[i], number, update, optimizers[i], carried)
+        try:
+            _check_update(turns[i], number, update, optimizers[i], carried)
+        except UserError as error:
+            raise (training.other_mode or error) from None
 
 
 def _check_update(

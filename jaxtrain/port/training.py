@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from jaxtrain.errors import UserError
 from jaxtrain.port.clamps import Clamp
 from jaxtrain.port.clips import clamps_of, clip_of
 from jaxtrain.port.cut import Cut, Feed
@@ -38,7 +39,8 @@ class Training:
       cut: What the script gives; None for the data of a DataLoader.
       turns: The trainings of several optimizers that take turns, of which this is the first; none for one optimizer.
       kept_like: Tensors of the shapes of those that these keep for each other, by name.
-      evaluated: Identities of the parts of its modules that are in evaluation mode.
+      evaluated: Identities of the parts of its modules that are first called in evaluation mode.
+      other_mode: The error of a module that is called in both modes, if these compute different things; None without.
       is_turn: Whether it is one of several turns.
       clamps: What its parameters are clamped to after an update, by identity.
     """
@@ -61,6 +63,7 @@ class Training:
     turns: tuple["Training", ...] = ()
     kept_like: Mapping[str, torch.Tensor] = field(default_factory=dict)
     evaluated: frozenset[int] = frozenset()
+    other_mode: UserError | None = None
     is_turn: bool = False
     clamps: Mapping[int, Clamp] = field(default_factory=dict)
 

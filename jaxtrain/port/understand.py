@@ -76,13 +76,14 @@ def _in_turn(recording: Recording, optimizers: Sequence[torch.optim.Optimizer | 
         for turn, optimizer, known in zip(turns, optimizers, others, strict=True)
     ]
     like = {name: x for t in found for b, i in t.programs[:1] for name, x in i.batch_of(b).items() if name in i.carried}
-    evaluated = _evaluated([b for training in found for b, _ in training.programs], modules)
+    evaluated, other_mode = _modes([b for training in found for b, _ in training.programs], modules)
     names = _rates_of_turns(recording, found)
     found = [
         replace(t, kept_like=like, evaluated=evaluated, is_turn=True, cut=replace(t.cut, rates=rates))
         for t, rates in zip(found, names, strict=True)
         if t.cut is not None
     ]
+    found[0] = replace(found[0], other_mode=other_mode)
     for training in found:
         _check_turn(training)
     clamped = {key for training in found for key in training.clamps}
@@ -230,6 +231,7 @@ def _training(
     backwards = [backward for update in recording.updates for backward in update.backwards]
     _check_not_changed(backwards, modules, optimizer)
     is_scaled = any(b.scale is not None for b in backwards)
+    evaluated, other_mode = _modes(backwards, modules)
     return Training(
         recording=recording,
         modules=modules,
@@ -240,7 +242,8 @@ def _training(
         scheduler=scheduler,
         autocast=_autocast(backwards),
         is_scaled=is_scaled,
-        evaluated=_evaluated(backwards, modules),
+        evaluated=evaluated,
+        other_mode=other_mode,
         clamps=clamps_of(recording.updates, optimizer),
         **of_data,
     )
@@ -314,17 +317,23 @@ def _modules(
     return used
 
 
-def _evaluated(backwards: Sequence[Backward], modules: Mapping[str, torch.nn.Module]) -> frozenset[int]:
-    """Return the identities of the parts of modules that are called in evaluation mode."""
+def _modes(
+    backwards: Sequence[Backward], modules: Mapping[str, torch.nn.Module]
+) -> tuple[frozenset[int], UserError | None]:
+    """Return the identities of the parts of modules that are first called in evaluation mode.
+
+    Returns:
+      These; the error of one that is called in the other mode later, which many modules compute the same in.
+    """
     paths = {id(part): f"{name}.{path}".strip(".") for name in modules for path, part in modules[name].named_modules()}
-    modes: dict[int, bool] = {}
+    modes, error = dict[int, bool](), None
     for call in (call for backward in backwards for call in backward.program.calls):
         parts = call.function.modules() if isinstance(call.function, torch.nn.Module) else ()
         for part in parts:
             if modes.setdefault(id(part), id(part) in call.evaluated) != (id(part) in call.evaluated):
                 what = f"{paths.get(id(part), type(part).__name__)} is called in training and in evaluation mode"
-                raise refused_at(what, call.line, "call it in one of them, or a copy of it")
-    return frozenset(key for key, is_evaluated in modes.items() if is_evaluated)
+                error = error or refused_at(what, call.line, "call it in one of them, or a copy of it")
+    return frozenset(key for key, is_evaluated in modes.items() if is_evaluated), error
 
 
 def _check_not_changed(

@@ -235,11 +235,32 @@ REFUSED = {
 def test_what_cannot_be_carried_over_is_refused_by_line(tmp_path: Path, kind: str) -> None:
     parts, problem, line = REFUSED[kind]
     path = script(tmp_path, **parts)
+
+    def port() -> None:
+        training = understood(record(path, [], 17))
+        check_rerun(training)
+        ported(training)
+
     with pytest.raises(UserError) as error:
-        ported(understood(record(path, [], 17)))
+        port()
     assert problem in str(error.value)
     assert line_of(path, line) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_mode_that_changes_nothing_may_change(tmp_path: Path) -> None:
+    """As after an evaluation, if the script forgets `model.train()`."""
+    path = script(tmp_path, forward="model.train(i % 3 == 0); loss = criterion(model(x), y)")
+    training = understood(record(path, [], 8))
+    assert "in training and in evaluation mode" in str(training.other_mode)
+    check_rerun(training)
+    path = script(
+        tmp_path,
+        model="model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))",
+        forward="model.train(i % 3 == 0); loss = criterion(model(x), y)",
+    )
+    with pytest.raises(UserError, match="in training and in evaluation mode"):
+        check_rerun(understood(record(path, [], 8)))
 
 
 VIEWS = (
