@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop import MOMENTS
-from jaxtrain.optim import Call, Expression, no_decay
+from jaxtrain.interop import MOMENTS, leaves
+from jaxtrain.optim import Call, Expression, decay_mask, no_decay
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.run import Recipe, Task, task_batches
 from jaxtrain.runner import defines_optimizer, frozen, optimizer_expression, recipe_optimizer
@@ -135,9 +135,11 @@ def _optimizer(recipe: Recipe, task: Task, params_like: Any) -> _Side:
 def _of_expression(expression: Expression, ours: Any, exempt: Callable[[str], bool], params_like: Any) -> Optimizer:
     first = expression if isinstance(expression, Call) else next(iter(expression.values()))
     rate = first.arguments.get("learning_rate")
+    # By the arrays of JAX: a rule may ask for their axes, of which PyTorch's parameters of a layer have one less.
+    kept = frozenset(path for path, decays in leaves(decay_mask(exempt, params_like)) if not decays)
     return Optimizer(
         name=first.function,
-        torch=partial(torch_optimizer, expression, exempt),
+        torch=partial(torch_optimizer, expression, kept.__contains__),
         jax=ours,
         moments=moments_of(expression, ours, params_like),
         scheduler=torch_scheduler(rate) if isinstance(rate, Call) else None,

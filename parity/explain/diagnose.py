@@ -192,7 +192,7 @@ class _Trial:
 
         right = self.run.case.optimizer
         with torch_side.seeded_model(self.run.case, self.run.seed) as model:
-            optimizer = right.torch(model.named_parameters())
+            optimizer = self.run.case.torch_optimizer(model)
             frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
             scheduler = None if right.scheduler is None else right.scheduler(optimizer)
             found = recipes(optimizer, scheduler, self.steps)

@@ -1,8 +1,13 @@
 """`parity run FILE.py::NAME` of a recipe that defines its PyTorch side."""
 
+import dataclasses
 import json
 
+from jaxtrain.optim import adamw
+from jaxtrain.run import load_recipe
+from parity.cases.recipe_case import recipe_case
 from parity.cli import main
+from parity.run import examine
 
 FILE = """
 from dataclasses import dataclass
@@ -25,10 +30,10 @@ class Regression(jt.Recipe):
 
         def init():
             width = self.width
-            return {"hidden": jnp.zeros((3, width)), "bias": jnp.zeros(width), "out": jnp.zeros((width, 1))}
+            return {"hidden": jnp.zeros((3, width)), "b1": jnp.zeros(width), "out": jnp.zeros((width, 1))}
 
         def loss_fn(params, batch, rng):
-            hidden = jnp.tanh(batch["x"] @ params["hidden"] + params["bias"][None])
+            hidden = jnp.tanh(batch["x"] @ params["hidden"] + params["b1"][None])
             return jt.Loss.of(((hidden @ params["out"])[:, 0] * FACTOR - batch["y"]) ** 2), {}
 
         return jt.Task(init=init, loss_fn=loss_fn, train={"x": x, "y": np.sin(x).sum(1)})
@@ -65,6 +70,16 @@ def test_a_recipe_equals_its_pytorch_side(tmp_path):
     assert status == 0
     assert case["grad_rel_max"] < 1e-12
     assert 0 < case["loss_rel"] + case["param_rel_max"] < 1e-12
+
+
+def test_an_optimizer_that_differs_is_diagnosed(tmp_path):
+    file = tmp_path / "recipe_of_another_optimizer.py"
+    file.write_text(FILE.replace("FACTOR", "1.0"))
+    case = recipe_case(load_recipe(f"{file}::Regression")[1])
+    other = dataclasses.replace(case.optimizer, jax=adamw(1e-2, b2=0.95, weight_decay=0.1, eps=1e-6))
+    verdict = examine(dataclasses.replace(case, optimizer=other), "fp64", steps=3, locate=True).verdict
+    assert not verdict.passed
+    assert "optimizer" in " ".join(verdict.lines)
 
 
 def test_a_wrong_factor_is_found(tmp_path):
