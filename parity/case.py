@@ -192,6 +192,15 @@ class Case:
         paths |= {alias: paths[name] for alias, name in table.tied.items() if name in paths}
         return self.optimizer.torch(named, paths)
 
+    def of_one_batch(self, accumulate: int) -> "Case":
+        """Return the case whose batches an operation is located in; a model for one size of batches has micro-batches.
+
+        Args:
+          accumulate: Number of micro-batches of a batch.
+        """
+        del accumulate
+        return self
+
     def batches_like(self, seed: int, steps: int, rows: int) -> Iterator[Batch]:
         """Yield a batch of some rows for each step, with the shapes of its batch; they may be one batch."""
         yield from itertools.repeat(self.batch(seed, rows), steps)

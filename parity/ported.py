@@ -213,7 +213,7 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> "Rec
         loss_fn=without_frozen(task.loss_fn, is_frozen),
         params_like=like.params,
         names=model.names,
-        batch=lambda seed, rows: {name: x[:rows] for name, x in windows[seed % len(windows)].items()},
+        batch=partial(_first_rows, windows),
         rows=len(next(iter(windows[0].values()))),
         windows=windows,
         optimizer=frozen_too(side, is_frozen),
@@ -320,6 +320,17 @@ class RecordedCase(Case):
 
     windows: Sequence[Batch] = ()
 
+    def of_one_batch(self, accumulate: int) -> Case:
+        """Return the case with a micro-batch in each step: the written model is for its rows."""
+        rows = self.rows // accumulate
+        split = [
+            {name: x[i : i + rows] for name, x in window.items()}
+            for window in self.windows
+            for i in range(0, self.rows, rows)
+        ]
+        settings = {**self.settings, "accumulate": 1}
+        return dataclasses.replace(self, windows=split, rows=rows, settings=settings, batch=partial(_first_rows, split))
+
     def batches_like(self, seed: int, steps: int, rows: int) -> Iterator[Batch]:
         """Yield the first rows of the windows."""
         yield from ({name: x[:rows] for name, x in window.items()} for window in self.batches(seed, steps))
@@ -327,6 +338,10 @@ class RecordedCase(Case):
     def batches(self, seed: int, steps: int) -> Iterator[Batch]:
         """Yield the windows."""
         yield from itertools.islice(itertools.cycle(self.windows), steps)
+
+
+def _first_rows(windows: Sequence[Batch], seed: int, rows: int) -> Batch:
+    return {name: x[:rows] for name, x in windows[seed % len(windows)].items()}
 
 
 _LARGE = 10**8

@@ -26,12 +26,13 @@ def explain(candidates: Sequence[Case], examination: Examination, settings: Sett
 
     report("fp64: differs; locating the first operation")
     # Most cases differ in the first steps. In later ones the search takes long and would also find chaos.
-    located = [(locate(case, seed=settings.seed), case) for case in candidates]
+    k = settings.accumulate
+    located = [(locate(case.of_one_batch(k), seed=settings.seed), case) for case in candidates]
     found, case = max(located, key=lambda at: (0, 0) if at[0] is None else (at[0].step, at[0].position))
     chaotic = len(examination.ours.losses) > 1  # rounding does not grow within one step
     chaos = _chaos(case, examination, settings) if chaotic and not found else None
     if not (found or chaos):
-        found = locate(case, seed=settings.seed, steps=min(settings.steps, JUDGED))
+        found = locate(case.of_one_batch(k), seed=settings.seed, steps=min(settings.steps, JUDGED))
     report("fp64: differs; comparing the stages of a step")
     stagewise = run_stages(case, accumulate=settings.accumulate, seed=settings.seed)
     report("fp64: differs; trying the conventions of PyTorch")
