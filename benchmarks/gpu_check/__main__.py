@@ -22,7 +22,7 @@ REHEARSAL = 4.0
 
 @dataclass(frozen=True)
 class GpuCheck:
-    """Check and measure a GPU in parts, of which each has a limit of its own."""
+    """Check and measure a GPU in parts, each with a time limit of its own."""
 
     folder: Annotated[Path, Flag(positional=True, metavar="FOLDER")] = Path(os.environ.get("OUT", "gpu-check"))
     """Folder of results.jsonl, summary.md and the parts' logs; by default $OUT, else gpu-check."""

@@ -6,7 +6,12 @@ calls       these calls, and the program of a loss
 short_passes  passes over DataLoaders that show how an epoch ends
 recording   what a recording contains
 kept_files  files that exist are kept meanwhile
-understand  what the script is: program, optimizer, window, schedule; or a refusal with its line
+clamps      parameters that are clamped by hand after an update
+joint       several optimizers that step together
+schedules   how the settings of an optimizer change
+clips       how gradients are clipped
+training    a training loop: programs, optimizers and their settings
+understand  what the script is, as a training; or a refusal with its line
 inputs      where the tensors come from that a program reads
 interval_program  the program of an interval from where the model begins
 cut         what all programs of a script have in common, from where the model begins
@@ -45,9 +50,11 @@ __all__ = [
     "ScriptBatches",
     "ScriptRows",
     "arrays",
+    "clamps",
     "cut",
     "data",
     "fed",
+    "joint",
     "kept_files",
     "long_run",
     "micro_batch",
@@ -59,6 +66,7 @@ __all__ = [
     "script",
     "script_loader",
     "shapes",
+    "training",
     "turn",
     "understand",
     "unless",
