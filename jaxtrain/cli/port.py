@@ -130,14 +130,14 @@ def _found(training: Any) -> Iterator[tuple[str, str]]:
         f"{updates} updates: {programs} of {calls} of functions and modules, {count:,} parameters; "
         f"{sizes} batch shape{'s' * (sizes > 1)}",
     )
-    parts = [part for turn in turns for part in turn.parts]
-    clips = [part.clip for part in parts if part.clip is not None] or [t.clip for t in turns if t.clip is not None]
+    trainings = [part for turn in turns for part in turn.parts]
+    clips = [part.clip for part in trainings if part.clip is not None] or [t.clip for t in turns if t.clip is not None]
     parts = [
         *(type(part).__name__ for part in training.modules.values()),
-        *(f"{type(p.optimizer).__name__} lr {p.recording.updates[0].settings[0]['lr']:g}" for p in parts),
+        *(f"{type(p.optimizer).__name__} lr {p.recording.updates[0].settings[0]['lr']:g}" for p in trainings),
         *dict.fromkeys(
             f"{type(p.scheduler).__name__} by {'epoch' if p.is_by_epoch else 'update'}"
-            for p in parts
+            for p in trainings
             if p.scheduler is not None
         ),
         *(["rates of the script"] if training.cut is not None and training.cut.rates else []),

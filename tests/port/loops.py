@@ -4,6 +4,13 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxtrain.port.fed import check_fed
+from jaxtrain.port.ported import Ported, ported
+from jaxtrain.port.rerun import check_rerun
+from jaxtrain.port.script import record
+from jaxtrain.port.understand import understood
+from jaxtrain.port.write import write
+
 LOOP = """
 import torch
 from torch import nn
@@ -37,6 +44,23 @@ def script(folder: Path, **parts: str) -> Path:
     path = folder / "train.py"
     path.write_text(LOOP.format(**{**PARTS, **parts}))
     return path
+
+
+def written_port(path: Path, updates: int, *, is_fed: bool = True) -> Ported:
+    """Record a script, and write its port beside it.
+
+    Args:
+      path: The script.
+      updates: Number of updates.
+      is_fed: Whether the batches that the script gives are compared with those of the recording.
+    """
+    training = understood(record(path, [], updates))
+    check_rerun(training)
+    result = ported(training)
+    write(result, path, [], path.parent)
+    if is_fed and training.cut is not None:
+        check_fed(training, path, [], path.parent)
+    return result
 
 
 @contextlib.contextmanager

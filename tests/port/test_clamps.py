@@ -6,16 +6,13 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.errors import UserError
-from jaxtrain.port.fed import check_fed
-from jaxtrain.port.ported import ported
 from jaxtrain.port.rerun import check_rerun
 from jaxtrain.port.script import record
 from jaxtrain.port.understand import understood
-from jaxtrain.port.write import write
 from parity.ported import prove
 
 from .duels import duel
-from .loops import changed, line_of, script
+from .loops import changed, line_of, script, written_port
 
 CLAMPS = {
     "data": "[p.data.clamp_(-0.2, 0.2) for p in D.parameters()]",
@@ -53,12 +50,7 @@ def test_a_generated_script_is_understood_to_the_bit(tmp_path: Path, number: int
 @pytest.fixture(scope="module", params=["data", "weights alone"])
 def written(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest):
     folder = tmp_path_factory.mktemp("clamped")
-    path = clamped(folder, 2, request.param)
-    training = understood(record(path, [], 12))
-    result = ported(training)
-    write(result, path, [], folder)
-    check_fed(training, path, [], folder)
-    return result, folder
+    return written_port(clamped(folder, 2, request.param), 12), folder
 
 
 def test_the_written_files_are_the_script(written) -> None:
@@ -76,10 +68,7 @@ def test_one_optimizer_may_clamp_a_layer(tmp_path: Path) -> None:
         optimizer="optimizer = torch.optim.SGD([{'params': model[0].parameters()}, {'params': model[2].parameters(),"
         " 'lr': 0.2}], lr=0.1, momentum=0.9)",
     )
-    training = understood(record(path, [], 8))
-    check_rerun(training)
-    result = ported(training)
-    write(result, path, [], tmp_path)
+    result = written_port(path, 8)
     assert prove(result, tmp_path, "layer").passed
     with changed(tmp_path / "run.py", "minimum=0", "minimum=-0.01"):
         assert not prove(result, tmp_path, "layer").passed

@@ -25,7 +25,7 @@ from jaxtrain.port.write import write
 from parity.ported import prove
 
 from .feeds import feed
-from .loops import changed, line_of, script
+from .loops import changed, line_of, script, written_port
 
 
 def trained(path: Path, updates: int = 14) -> Training:
@@ -128,10 +128,7 @@ def test_an_input_may_require_a_gradient(tmp_path: Path) -> None:
         "        loss = criterion(out, y) + slope.square().mean()",
     )
     path.write_text(path.read_text().replace("batch_size=8,", "batch_size=8, drop_last=True,"))
-    training = trained(path, 8)
-    check_rerun(training)
-    result = ported(training)
-    write(result, path, [], tmp_path)
+    result = written_port(path, 8, is_fed=False)
     assert prove(result, tmp_path, "slope").passed
 
 
@@ -155,10 +152,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory):
         "            optimizer.param_groups[0]['lr'] = 0.1 / (i + epoch); optimizer.step(); optimizer.zero_grad()",
     )
     path.write_text(path.read_text().replace("batch_size=8,", "batch_size=8, drop_last=True,").replace("(50", "(56"))
-    training = trained(path, 8)
-    check_rerun(training)
-    result = ported(training)
-    write(result, path, [], folder)
+    result = written_port(path, 8, is_fed=False)
     return result, folder
 
 

@@ -5,16 +5,12 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.errors import UserError
-from jaxtrain.port.fed import check_fed
-from jaxtrain.port.ported import ported
 from jaxtrain.port.recipe_source import INPUTS
-from jaxtrain.port.rerun import check_rerun
 from jaxtrain.port.script import record
 from jaxtrain.port.understand import understood
-from jaxtrain.port.write import write
 from parity.ported import prove
 
-from .loops import changed, line_of, script
+from .loops import changed, line_of, script, written_port
 
 MODEL = """first, second = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 3)"""
 OPTIMIZERS = """optimizers = [
@@ -67,15 +63,11 @@ def joint(folder: Path, parts: dict[str, str]) -> Path:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_written_files_are_the_script(tmp_path: Path, variant: str) -> None:
     path = joint(tmp_path, VARIANTS[variant])
-    training = understood(record(path, [], 9))
-    check_rerun(training)
+    result = written_port(path, 9)
+    training = result.training
     assert [type(part.optimizer).__name__ for part in training.parts] == ["SGD", "Adam"]
     assert (training.loader is None) == (variant in ("rates", "two losses", "losses before"))
-    result = ported(training)
-    write(result, path, [], tmp_path)
-    if training.loader is None:
-        check_fed(training, path, [], tmp_path)
-        assert (tmp_path / INPUTS).exists()
+    assert (tmp_path / INPUTS).exists() == (training.loader is None)
     proof = prove(result, tmp_path, "joint")
     assert proof.passed, proof.lines
     with changed(tmp_path / "run.py", "momentum=0.9", "momentum=0.91"):

@@ -14,7 +14,6 @@ from jaxtrain.cli import main
 from jaxtrain.errors import UserError
 from jaxtrain.port.data import ScriptRows, script_loader
 from jaxtrain.port.ported import ported
-from jaxtrain.port.rerun import check_rerun
 from jaxtrain.port.script import record
 from jaxtrain.port.understand import understood
 from jaxtrain.port.write import write
@@ -22,7 +21,7 @@ from jaxtrain.run import load_recipe
 from parity.ported import ported_case, prove
 from parity.run import check
 
-from .loops import changed, script
+from .loops import changed, script, written_port
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -66,10 +65,7 @@ def small(tmp_path_factory: pytest.TempPathFactory):
         optimizer="optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)",
         step="nn.utils.clip_grad_norm_(model.parameters(), 0.2); optimizer.step(); optimizer.zero_grad()",
     )
-    training = understood(record(path, [], 9))
-    check_rerun(training)
-    result = ported(training)
-    write(result, path, [], folder)
+    result = written_port(path, 9, is_fed=False)
     return result, folder
 
 
@@ -127,10 +123,7 @@ def test_values_are_clipped_and_rates_given_for_batches_of_each_shape(tmp_path: 
         step="optimizer.param_groups[1]['lr'] = 0.3 / (1 + i)\n"
         "        nn.utils.clip_grad_value_(model.parameters(), 0.02); optimizer.step(); optimizer.zero_grad()",
     )
-    training = understood(record(path, [], 9))
-    check_rerun(training)
-    result = ported(training)
-    write(result, path, [], tmp_path)
+    result = written_port(path, 9, is_fed=False)
     assert "shape_2" in (tmp_path / "shapes.json").read_text()
     proof = prove(result, tmp_path, "clipped")
     assert proof.passed, proof.lines
@@ -149,10 +142,7 @@ def test_values_are_clipped_and_rates_given_for_batches_of_each_shape(tmp_path: 
 )
 def test_a_smaller_last_batch_is_proved_too(tmp_path: Path, loss: str) -> None:
     path = script(tmp_path, forward=f"loss = {loss}")
-    training = understood(record(path, [], 9))
-    check_rerun(training)
-    result = ported(training)
-    write(result, path, [], tmp_path)
+    result = written_port(path, 9, is_fed=False)
     assert prove(result, tmp_path, "small").passed
     text = (tmp_path / "shapes.json").read_text()
     assert ("shape_2" in text) == ("len(x)" in loss) == (tmp_path / "shape_2").exists()
@@ -257,10 +247,7 @@ def test_a_codebook_follows_what_it_encodes(tmp_path: Path) -> None:
         optimizer="optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)",
         forward="out, commitment = model(x); loss = (out - x).square().mean() + 0.25 * commitment",
     )
-    training = understood(record(path, [], 20))
-    check_rerun(training)
-    result = ported(training)
-    write(result, path, [], tmp_path)
+    result = written_port(path, 20, is_fed=False)
     proof = prove(result, tmp_path, "codebook")
     assert proof.passed, proof.lines
     with changed(tmp_path / "model.py", "0.9", "0.91"):

@@ -4,16 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.port.fed import check_fed
 from jaxtrain.port.inputs import AFTER_UPDATE
-from jaxtrain.port.ported import ported
 from jaxtrain.port.rerun import check_rerun
 from jaxtrain.port.script import record
 from jaxtrain.port.understand import understood
-from jaxtrain.port.write import write
 from parity.ported import prove
 
-from .loops import changed
+from .loops import changed, written_port
 from .teachers import FOLLOWS, teacher
 
 
@@ -42,11 +39,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     text = path.read_text().replace("    pass\n", "    p.data.mul_(0.5)\n")
     # A weight that is given as 0 where it is not read would hide the bug.
     path.write_text(text.replace("m = 1 - 0.5 / (1 + step)", "m = 0.9") if "lerp_" in text else text)
-    training = understood(record(path, [], 6))
-    result = ported(training)
-    write(result, path, [], folder)
-    check_fed(training, path, [], folder)
-    return result, folder
+    return written_port(path, 6), folder
 
 
 def test_the_written_files_are_the_script(written) -> None:

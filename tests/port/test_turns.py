@@ -5,17 +5,14 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.errors import UserError
-from jaxtrain.port.fed import check_fed
-from jaxtrain.port.ported import ported
 from jaxtrain.port.recipe_source import INPUTS
 from jaxtrain.port.rerun import check_rerun
 from jaxtrain.port.script import record
 from jaxtrain.port.understand import understood
-from jaxtrain.port.write import write
 from parity.ported import prove
 
 from .duels import duel
-from .loops import changed
+from .loops import changed, written_port
 
 
 @pytest.mark.parametrize("number", range(24))
@@ -39,11 +36,7 @@ def written(tmp_path_factory: pytest.TempPathFactory):
     path = duel(folder, 35)
     text = path.read_text()
     assert all(part in text for part in ("clip_grad_norm_", "clip_grad_value_", "scheduler"))
-    training = understood(record(path, [], 16))
-    result = ported(training)
-    write(result, path, [], folder)
-    check_fed(training, path, [], folder)
-    return result, folder
+    return written_port(path, 16), folder
 
 
 def test_the_written_files_are_the_script(written) -> None:
@@ -110,10 +103,7 @@ for epoch in range(100):
 def test_a_parameter_may_have_several_optimizers(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(SHARED)
-    training = understood(record(path, [], 15))
-    check_rerun(training)
-    result = ported(training)
-    write(result, path, [], tmp_path)
+    result = written_port(path, 15, is_fed=False)
     proof = prove(result, tmp_path, "shared")
     assert proof.passed, proof.lines
     with changed(tmp_path / "run.py", "momentum=0.9", "momentum=0.91"):
@@ -140,8 +130,7 @@ def test_biases_before_a_batch_norm_may_differ_by_their_noise(tmp_path: Path) ->
     """Adam makes visible steps of a gradient that is zero in mathematics, also in a turn that is not the first."""
     path = tmp_path / "train.py"
     path.write_text(NOISY)
-    result = ported(understood(record(path, [], 12)))
-    write(result, path, [], tmp_path)
+    result = written_port(path, 12, is_fed=False)
     proof = prove(result, tmp_path, "noise")
     assert proof.passed, proof.lines
     with changed(tmp_path / "model.py", "jnp.tanh(", "1.001 * jnp.tanh("):
