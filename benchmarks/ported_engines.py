@@ -3,15 +3,21 @@
 import contextlib
 import io
 import json
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from benchmarks.engines import Engine, torch_device, torch_engine
 from benchmarks.job import Job
+
+if TYPE_CHECKING:
+    import torch
 
 PREFIX = "port:"
 """Of the workload of a job; the name of a file follows."""
@@ -89,4 +95,15 @@ def _torch(work: Work, job: Job) -> Engine:
     keep_loaders(script, work.args, [found.loader for found in recording.loaders])
     case = ported_case(ported(understood(recording)), folder, script.stem)
     model = case.torch_model().to(torch_device())
+    sys.modules["__main__"] = _script_module(recording.modules.values())
     return torch_engine(case, model, case.torch_optimizer(model), work.batches(), job)
+
+
+def _script_module(modules: Iterable["torch.nn.Module"]) -> ModuleType:
+    """Return a module with the names that the modules of a script use: torch.compile looks for them in `__main__`."""
+    kinds = {type(part) for module in modules for part in module.modules()}
+    found = ModuleType("__main__")
+    for kind in kinds:
+        if kind.__module__ == "__main__":
+            vars(found).update(kind.forward.__globals__)
+    return found

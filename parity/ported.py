@@ -21,7 +21,8 @@ from rich.console import Console
 
 from jaxtrain.cost import flops
 from jaxtrain.interop import NameTable
-from jaxtrain.port import micro_batch, shapes, turn
+from jaxtrain.port import micro_batch, turn
+from jaxtrain.port.batch_shapes import shapes
 from jaxtrain.port.clamps import Bounds
 from jaxtrain.port.cut import PADDING
 from jaxtrain.port.joint import Joint, parts_of
@@ -94,7 +95,7 @@ def prove(result: Ported, folder: Path, name: str) -> Proof:
     write_page(folder / PAGE, environment(), cases)
     worst = f"losses {found.loss_rel:.0e}, gradients {found.grad_rel_max:.0e}, parameters {found.param_rel_max:.0e}"
     changed = [] if found.passed else _changed_weight(case, result, folder)
-    others = () if result.turns else range(1, len(result.training.programs))  # turns have batches of all shapes
+    others = () if result.turns else _other_shapes(result)  # turns have batches of all shapes
     changed += [line for i in others for line in _of_shape(result, folder, name, i)]
     is_equal = found.passed and not changed
     answer = "equal" if is_equal else "NOT EQUAL"
@@ -164,6 +165,16 @@ def _changed_settings(result: Ported, recipe: Recipe) -> list[str]:
     ]
 
 
+def _other_shapes(result: Ported) -> Sequence[int]:
+    """Return the numbers of the shapes that are proved besides the first one: of one model for all, the extremes."""
+    programs = result.training.programs
+    rest = range(1, len(programs))
+    if result.any_size is None or not rest:
+        return rest
+    sizes = [sum(x.numel() for x in inputs.batch_of(backward).values()) for backward, inputs in programs]
+    return sorted({min(rest, key=sizes.__getitem__), max(rest, key=sizes.__getitem__)})
+
+
 def _of_shape(result: Ported, folder: Path, name: str, shape: int) -> list[str]:
     """Return a line for each difference of an update on batches of another shape, which the files compute as well."""
     try:
@@ -171,7 +182,8 @@ def _of_shape(result: Ported, folder: Path, name: str, shape: int) -> list[str]:
         faults = examine(case, "fp64", steps=1).verdict.faults
     except (TypeError, ValueError) as error:  # of the written model, whose shapes are those of the first batch
         faults = (str(error).partition("\n")[0],)
-    of_batch = result.others[shape - 1][0]
+    backward, inputs = result.training.programs[shape]
+    of_batch = shapes(inputs.batch_of(backward))
     return [f"batches of {of_batch}: {fault}; give the DataLoader drop_last=True" for fault in faults]
 
 
@@ -256,14 +268,14 @@ def _loss_of_turns(
     for training in (its.training for its in result.turns):
         programs = [program_module(training, i) for i in range(len(training.programs))]
         batches = [inputs.batch_of(backward) for backward, inputs in training.programs]
-        forwards.append({shapes(batch): type(p).forward for batch, p in zip(batches, programs, strict=True)})
+        forwards.append({str(shapes(batch)): type(p).forward for batch, p in zip(batches, programs, strict=True)})
         for name, x in (pair for p in programs for pair in p.named_buffers(recurse=False)):
             module.register_buffer(name, x, persistent=False)
 
     def loss(module: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
         i, read = turn(micro_batch(batch))
         own = {name: x for name, x in read.items() if name not in rates}
-        return forwards[i][shapes(own)](module, **own), 1
+        return forwards[i][str(shapes(own))](module, **own), 1
 
     return loss
 

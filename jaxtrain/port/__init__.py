@@ -23,25 +23,25 @@ refused     scripts that cannot be carried over
 replay      a recorded program as a module
 rerun       the recorded updates again, to the bit
 ported      the script as a model of JAX
+any_size    a model for batches of several sizes, as of texts of many lengths
 recipe_source  the text of the recipe
 write       the recipe and the model as files
 data        the script's own DataLoader or batches, for the recipe
+batch_shapes  the shapes of batches that a written model is for
 windows     what the script's updates read, as the run takes it
 feeder      the process that runs the script as the source of these batches
 long_run    the process that runs the script for many updates, to be compared with those of the run
 
-Only this file and `data` are imported by the files that are written; the others need PyTorch.
+Only this file, `data` and `batch_shapes` are imported by the files that are written; the others need PyTorch.
 """
 
 import functools
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxtrain.errors import UserError
+from jaxtrain.port.batch_shapes import load_shapes, shapes
 from jaxtrain.port.data import ScriptBatches, ScriptRows, micro_batch, script_loader, turn, unless
 from jaxtrain.torch_import import pytorchs_promotion
 from jaxtrain.user_file import import_file
@@ -49,6 +49,7 @@ from jaxtrain.user_file import import_file
 __all__ = [
     "ScriptBatches",
     "ScriptRows",
+    "any_size",
     "arrays",
     "clamps",
     "cut",
@@ -65,7 +66,6 @@ __all__ = [
     "rerun",
     "script",
     "script_loader",
-    "shapes",
     "training",
     "turn",
     "understand",
@@ -89,7 +89,7 @@ def arrays(path: Path) -> dict[str, Any]:
 def model(folder: Path) -> Callable[..., Any]:
     """Return the model of a folder that `jaxtrain port` has written, with PyTorch's broadcasting and promotion.
 
-    A written model is that of batches of its shapes. `shapes.json` names these, and the file for each.
+    A written model is that of batches of its shapes (`jaxtrain.port.batch_shapes`).
 
     Args:
       folder: The folder.
@@ -97,35 +97,18 @@ def model(folder: Path) -> Callable[..., Any]:
     Returns:
       The function `model` of the file for the shapes of a batch; it raises `UserError` for other shapes.
     """
-    files = json.loads((folder / SHAPES).read_text(encoding="utf-8"))
-    functions = {shape: import_file(folder / file).model for file, known in files.items() for shape in known}
+    known = [(its, import_file(folder / file).model) for its, file in load_shapes(folder)]
 
-    @functools.wraps(next(iter(functions.values())))
+    @functools.wraps(known[0][1])
     def promoted(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        given = shapes(batch)
-        if given not in functions:
+        function = next((own for its, own in known if its.has(batch)), None)
+        if function is None:
             raise UserError(
-                f"a batch has the shapes {given}, and the models of {folder} are for {' and for '.join(functions)}:"
+                f"a batch has the shapes {shapes(batch)}, and the models of {folder} are for"
+                f" {' and for '.join(str(its) for its, _ in known)}:"
                 " give all batches the same shapes, or record more of them by jaxtrain port --updates"
             )
         with pytorchs_promotion():
-            return functions[given](params, batch, *args, **kwargs)
+            return function(params, batch, *args, **kwargs)
 
     return promoted
-
-
-SHAPES = "shapes.json"
-"""File of the shapes of batches for each model of a folder."""
-
-
-def shapes(batch: Mapping[str, Any]) -> str:
-    """Return the shapes of a batch as text.
-
-    Args:
-      batch: Arrays by name.
-
-    Example:
-      >>> shapes({"x": np.ones((2, 3)), "y": np.ones(2)})
-      'x [2, 3], y [2]'
-    """
-    return ", ".join(f"{name} {[*np.shape(x)]}" for name, x in sorted(batch.items()))

@@ -4,15 +4,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from jaxtrain.errors import UserError
 from jaxtrain.interop import live_expression
 from jaxtrain.optim import Call, Expression
-from jaxtrain.port import shapes
+from jaxtrain.port.any_size import axes_of, common_source, sample_sizes
+from jaxtrain.port.batch_shapes import Shapes, shapes
 from jaxtrain.port.clamps import Bounds
 from jaxtrain.port.refused import refused_at
 from jaxtrain.port.replay import recorded_module
 from jaxtrain.port.rerun import new_optimizer, set_start
+from jaxtrain.port.same_program import check_same
 from jaxtrain.port.training import Training
 from jaxtrain.torch_import import ImportedModel, from_torch
 
@@ -26,6 +30,7 @@ class Ported:
       module: Its recorded program.
       model: The same in JAX.
       others: The same for batches of other shapes, with these.
+      any_size: The source of the model for batches of all sizes of a range, with their shapes; None without one.
       optimizer: Its optimizer, with a schedule of updates or epochs.
       turns: The models of the turns of several optimizers; none for one.
     """
@@ -33,7 +38,8 @@ class Ported:
     training: Training
     module: torch.nn.Module
     model: ImportedModel
-    others: tuple[tuple[str, ImportedModel], ...]
+    others: tuple[tuple[Shapes, ImportedModel], ...]
+    any_size: tuple[str, Shapes] | None
     optimizer: Expression
     turns: tuple["Ported", ...] = ()
 
@@ -56,9 +62,11 @@ def ported(training: Training) -> Ported:
     set_start(training)
     if training.turns:
         return _in_turn(training, [ported(turn) for turn in training.turns])
-    models = [(shapes(batch), from_torch(module, batch)) for module, batch in _examples(training)]
-    module, model = program_module(training, 0), models[0][1]
-    return Ported(training, module, model, tuple(models[1:]), _optimizer(training, module, model))
+    (module, batch), *rest = _examples(training)
+    model = from_torch(module, batch)
+    any_size = for_any_size(training, model)
+    others = () if any_size is not None else tuple((shapes(its), from_torch(part, its)) for part, its in rest)
+    return Ported(training, module, model, others, any_size, _optimizer(training, module, model))
 
 
 def _in_turn(training: Training, turns: Sequence[Ported]) -> Ported:
@@ -99,6 +107,57 @@ def _examples(training: Training) -> Iterator[tuple[torch.nn.Module, dict[str, t
     """Yield the program and a micro-batch of each shape."""
     for i, (backward, inputs) in enumerate(training.programs):
         yield program_module(training, i), inputs.batch_of(backward)
+
+
+def for_any_size(training: Training, model: ImportedModel) -> tuple[str, Shapes] | None:
+    """Return the source of a model for batches of all sizes between those for which it is the same, with their shapes.
+
+    Args:
+      training: What the script is.
+      model: The model for its first batch.
+
+    Returns:
+      The source; None if batches have few shapes, or the program computes something else for each.
+    """
+    (backward, inputs), *rest = training.programs
+    batch = inputs.batch_of(backward)
+    axes = axes_of([batch, *(its.batch_of(other) for other, its in rest)])
+    if axes is None or inputs.sizes or not _are_one(training):
+        return None
+    evaluation = not model.draws_in_evaluation
+    text, buffers = model.written(evaluation=evaluation)
+    found = [(text, {letter: numbers[0] for letter, numbers in axes.numbers.items()})]
+    module = program_module(training, 0)
+    for choices in sample_sizes(axes):
+        for sizes in choices:
+            try:
+                other, its = from_torch(module, axes.resized(batch, sizes)).written(evaluation=evaluation)
+            except (UserError, RuntimeError, ValueError, IndexError):  # PyTorch's own, of a size that is too small
+                continue
+            if not _have_same_arrays(buffers, its):
+                return None
+            found.append((other, sizes))
+            break
+    common = common_source([text for text, _ in found])
+    if common is None:
+        return None
+    ranges = {letter: (min(s[letter] for _, s in found), max(s[letter] for _, s in found)) for letter in axes.numbers}
+    return common, axes.shapes(batch, ranges)
+
+
+def _are_one(training: Training) -> bool:
+    """Return whether the programs of batches of all shapes are one, with the same numbers."""
+    first, *others = training.programs
+    try:
+        for other in others:
+            check_same(*first, *other)
+    except UserError:
+        return False
+    return True
+
+
+def _have_same_arrays(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name], equal_nan=True) for name in one)
 
 
 def program_module(training: Training, number: int) -> torch.nn.Module:

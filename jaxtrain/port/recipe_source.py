@@ -1,5 +1,6 @@
 """The text of `run.py`: a ported script as a recipe, whose settings name the script's lines."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -181,10 +182,17 @@ def _settings(result: Ported) -> dict[str, tuple[str, Any, str]]:
         found["precision"] = ("str", PRECISIONS[training.autocast], _at(_first_autocast(training)))
     if (scale := loss_scale(training)) is not None:
         found["loss_scale"] = ("str | None", scale, "")
-    if more := sum(len(turn.programs) for turn in training.of_turns) - 1:
+    if more := sum(_count_shapes(turn) for turn in result.turns or (result,)) - 1:
         why = "a program for each optimizer" if training.turns else "batches differ in size"
         found["allow_recompile"] = ("int", more, why)
     return found
+
+
+def _count_shapes(result: Ported) -> int:
+    """Return the number of shapes that the model of a program is for."""
+    if result.any_size is None:
+        return len(result.training.programs)
+    return math.prod(high - low + 1 for low, high in result.any_size[1].ranges.values())
 
 
 def _length(training: Training) -> tuple[tuple[int, str], str]:

@@ -1,7 +1,6 @@
 """The files of a ported script: `model.py`, `run.py`, and their arrays."""
 
 import ast
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxtrain.port import SHAPES, shapes
+from jaxtrain.port.batch_shapes import save_shapes, shapes
 from jaxtrain.port.ported import Ported
 from jaxtrain.port.recipe_source import INPUTS, recipe_source, turn_folder
 from jaxtrain.torch_import import ImportedModel
@@ -53,6 +52,11 @@ def _save_models(result: Ported, folder: Path) -> list[Path]:
     """
     backward, inputs = result.training.programs[0]
     written = _save_source(result.model, folder)
+    if result.any_size is not None:
+        text, known = result.any_size
+        written[0].write_text(text, encoding="utf-8")
+        save_shapes(folder, {"model.py": [known]})
+        return written
     files = {"model.py": [shapes(inputs.batch_of(backward))]}
     for i, (shape, model) in enumerate(result.others, 2):
         inner = folder / f"shape_{i}"
@@ -63,7 +67,7 @@ def _save_models(result: Ported, folder: Path) -> list[Path]:
         else:
             files["model.py"].append(shape)
             shutil.rmtree(inner)
-    (folder / SHAPES).write_text(json.dumps(files, indent=1), encoding="utf-8")
+    save_shapes(folder, files)
     return written
 
 

@@ -132,6 +132,7 @@ class ImportedModel(GraphModel):
         if not unroll:
             self._stacks = find_stacks(plain.graph, self._frozen_tensors)
         self._captured = {key: self._finished(plain)}
+        self._sources: dict[bool, tuple[str, dict[str, jax.Array]]] = {}
         members = {stack: param.names(0) for stack, param in self._stacks.items()}
         self.params: Params = as_arrays(params, members)
         state = as_arrays({name: tensors[name] for name in plain.graph.state}, members)
@@ -239,7 +240,7 @@ class ImportedModel(GraphModel):
           >>> print(model.source().splitlines()[-1])
               return F.linear(batch, params["weight"], params["bias"]), state
         """
-        return self._source()[0]
+        return self.written()[0]
 
     @property
     def draws_in_evaluation(self) -> bool:
@@ -263,7 +264,7 @@ class ImportedModel(GraphModel):
         from safetensors.flax import save_file
 
         self._require_weights()
-        text, buffers = self._source(evaluation)
+        text, buffers = self.written(evaluation=evaluation)
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -273,8 +274,20 @@ class ImportedModel(GraphModel):
             save_file(kept, path.with_name(f"{name}.safetensors"))
         return [path, *(path.with_name(f"{name}.safetensors") for name in arrays)]
 
-    def _source(self, has_evaluation: bool = True) -> tuple[str, dict[str, jax.Array]]:
-        """Return the source, with or without an evaluation mode, and the buffers that it reads."""
+    def written(self, *, evaluation: bool = True) -> tuple[str, dict[str, jax.Array]]:
+        """Return `source`, and the buffers that it reads from a file, by name.
+
+        Args:
+          evaluation: As for `save_source`.
+
+        Raises:
+          UserError: As `source`.
+        """
+        if evaluation not in self._sources:
+            self._sources[evaluation] = self._source(evaluation)
+        return self._sources[evaluation]
+
+    def _source(self, has_evaluation: bool) -> tuple[str, dict[str, jax.Array]]:
         from jaxtrain.torch_import.source import source_of
 
         keys = [self._key(self.params, self.example, train=train) for train in (True, False)]

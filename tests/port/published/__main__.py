@@ -5,7 +5,6 @@ FOLDER has clones of their repositories by name. Each script runs in a copy of i
 
 import argparse
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -177,13 +176,11 @@ def _stand_ins(own: Path, script: Script) -> None:
 
 
 def _verdict(done: subprocess.CompletedProcess[str]) -> str:
-    if done.returncode in (0, 1):
-        worst = re.search(r"updates in float64: (.*?) {3,}(equal|NOT EQUAL)", done.stdout)
-        if worst is None:
-            return f"no verdict: {done.stderr[-300:]}"
-        is_other = done.returncode == 1 and worst[2] == "equal"
-        return f"{'NOT EQUAL in long runs' if is_other else worst[2]}: {worst[1]}"
-    return f"refused: {done.stderr.strip().splitlines()[-1]}"
+    if done.returncode not in (0, 1):
+        return f"refused: {done.stderr.strip().splitlines()[-1]}"
+    lines = {line.split()[0]: line.strip() for line in done.stdout.splitlines() if line.strip()}
+    found = [lines[name] for name in ("proof", "behaviour", "speed") if name in lines]
+    return "\n    ".join(["equal" if done.returncode == 0 else "NOT EQUAL", *found, done.stderr.strip()[-300:]])
 
 
 def main() -> None:
