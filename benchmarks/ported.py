@@ -38,7 +38,7 @@ def speed(result: Any, folder: Path, script: Path, args: Sequence[str]) -> str:
     """
     from parity.ported import ported_case
 
-    case = ported_case(result, folder, script.stem)
+    case = ported_case(result, folder, script.name.removesuffix(".py"))
     windows = case.windows if result.turns else case.windows[:1]  # turns follow each other as in the script
     with tempfile.TemporaryDirectory(prefix="jaxtrain-port-") as kept:
         files = [str(Path(kept) / f"{i}.npz") for i in range(len(windows))]

@@ -93,7 +93,7 @@ def _torch(work: Work, job: Job) -> Engine:
     ):
         recording = record(script, work.args, work.updates)
     keep_loaders(script, work.args, [found.loader for found in recording.loaders])
-    case = ported_case(ported(understood(recording)), folder, script.stem)
+    case = ported_case(ported(understood(recording)), folder, script.name.removesuffix(".py"))
     model = case.torch_model().to(torch_device())
     sys.modules["__main__"] = _script_module(recording.modules.values())
     return torch_engine(case, model, case.torch_optimizer(model), work.batches(), job)

@@ -69,3 +69,22 @@ def own_folders() -> set[Path]:
 def with_hash_seed() -> dict[str, str]:
     """Return the environment of a process in which strings have the same hashes, and sets an order, in every run."""
     return {"PYTHONHASHSEED": "0", **os.environ}
+
+
+def script_file(script: Path) -> Path:
+    """Return the file of a script, which is itself, or that of a module.
+
+    Args:
+      script: The script, or `FOLDER/package.module`, which runs as by `python -m package.module` in the folder.
+
+    Raises:
+      UserError: There is none.
+    """
+    script = script.resolve()
+    base = script.parent.joinpath(*script.name.split("."))
+    for file in (script, base.with_name(f"{base.name}.py"), base / "__main__.py"):
+        if file.is_file():
+            return file
+    raise UserError(
+        f"{script.name} does not exist in {script.parent}: name a script, or -m and a module of this folder"
+    )

@@ -106,7 +106,7 @@ def long_runs(result: Ported, folder: Path, script: Path, args: Sequence[str], p
       UserError: The script fails.
     """
     training, recipe = result.training, load_recipe(f"{folder / 'run.py'}::Run")[1]
-    with waiting(Console(stderr=True), script.stem):
+    with waiting(Console(stderr=True), script.name.removesuffix(".py")):
         seeds = with_recipe(training, recipe, script_runs(training, folder, script, args))
         found = verdict(training, seeds)
         if found.needs_more:

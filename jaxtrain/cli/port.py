@@ -12,16 +12,17 @@ from typing import Any
 from jaxtrain.errors import UserError
 from jaxtrain.fields import Count, field_errors
 from jaxtrain.flags import parse
-from jaxtrain.user_file import with_hash_seed
+from jaxtrain.user_file import script_file, with_hash_seed
 
-COMMAND = "jaxtrain port [--updates N] [--out DIR] SCRIPT [the script's own arguments]"
+COMMAND = "jaxtrain port [--updates N] [--out DIR] SCRIPT|-m MODULE [the script's own arguments]"
 
 
 @dataclass(frozen=True)
 class Port:
     """Record a PyTorch training script, write it as a recipe, and prove that both are the same run.
 
-    The script runs as by `python SCRIPT` for a few updates, then it is stopped. All that follows its name is its own.
+    The script runs as by `python SCRIPT` or `python -m MODULE` for a few updates, then it is stopped. All that follows its
+    name is its own.
     """
 
     updates: Count = 20
@@ -33,18 +34,19 @@ class Port:
 def main(args: list[str]) -> int:
     """Record, understand, write, prove; print what was found."""
     flags, script, own = _split(args)
-    options = parse(Port(), flags, COMMAND.removesuffix(" SCRIPT [the script's own arguments]"))
+    options = parse(Port(), flags, COMMAND.partition(" SCRIPT")[0])
     if errors := field_errors(options):
         raise UserError(errors[0])
     if script is None:
         raise UserError(f"a script is required: {COMMAND}")
-    path = Path(script)
-    if not path.is_file():
-        raise UserError(f"{script} does not exist: {COMMAND}")
+    try:
+        script_file(script)
+    except UserError:
+        raise UserError(f"{script} does not exist: {COMMAND}") from None
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise UserError(f"{options.out} exists and is not empty: choose another folder with --out")
     _with_hash_seed()
-    return _port(options, path, own)
+    return _port(options, script, own)
 
 
 def _with_hash_seed() -> None:
@@ -56,12 +58,15 @@ def _with_hash_seed() -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], with_hash_seed())
 
 
-def _split(args: list[str]) -> tuple[list[str], str | None, list[str]]:
-    """Split arguments into the command's flags, the script, and the script's own arguments."""
+def _split(args: list[str]) -> tuple[list[str], Path | None, list[str]]:
+    """Split arguments into the command's flags, the script or module, and its own arguments."""
     i = 0
-    while i < len(args) and args[i].startswith("-"):
+    while i < len(args) and args[i].startswith("-") and args[i] != "-m":
         i += 1 if "=" in args[i] or args[i] in ("-h", "--help") else 2
-    return args[:i], args[i] if i < len(args) else None, args[i + 1 :]
+    flags, given = args[:i], args[i:]
+    if given[:1] == ["-m"]:  # Path.cwd() / "package.module" stands for the module
+        return flags, Path.cwd() / given[1] if len(given) > 1 else None, given[2:]
+    return flags, Path(given[0]) if given else None, given[1:]
 
 
 def _port(options: Port, script: Path, args: Sequence[str]) -> int:
@@ -95,7 +100,7 @@ def _port(options: Port, script: Path, args: Sequence[str]) -> int:
         if training.cut is not None:
             check_fed(training, script, args, folder)
             _say("batches", "given by the script, whatever its model computes")
-        proof = prove(result, folder, script.stem)
+        proof = prove(result, folder, script.name.removesuffix(".py"))
         _say("proof", *proof.lines)
         runs = long_runs(result, folder, script, args, proof) if proof.passed else None
         if runs is not None:

@@ -1,6 +1,7 @@
 """Whether a script gives the batches of a ported run: without its model, and as they were recorded."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +29,10 @@ def check_fed(training: Training, script: Path, args: Sequence[str], folder: Pat
     """
     runs = [ScriptBatches(script, args, folder / INPUTS, shift=shift) for shift in (0.0, SHIFT)]
     streams = [run.__iter__() for run in runs]
+    pool = ThreadPoolExecutor()  # both processes start at once
     try:
         for update in (update for update, window in training.windows() for _ in window):
-            one, two = (next(stream, {}) for stream in streams)
+            one, two = pool.map(lambda stream: next(stream, {}), streams)
             for name in {**one, **two}:
                 if name not in one or name not in two or not np.array_equal(one[name], two[name], equal_nan=True):
                     raise refused_at(
@@ -39,5 +41,6 @@ def check_fed(training: Training, script: Path, args: Sequence[str], folder: Pat
                         "seed all random numbers, and compute it from the data alone",
                     )
     finally:
+        pool.shutdown()
         for stream in streams:
             stream.close()

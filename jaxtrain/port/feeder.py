@@ -41,7 +41,7 @@ class Feeder(Watch):
     def __init__(
         self, script: Path, feed: Feed, send: Callable[[dict[str, Any]], None], shift: float, seed: int | None
     ) -> None:
-        super().__init__(str(script.resolve()), 0, lambda _: None)
+        super().__init__(script, 0, lambda _: None)
         self._feed, self._send, self._shift, self._seed = feed, send, shift, seed
         self._own: list[Backward] = []  # of this update
         self._windows = Windows(feed)

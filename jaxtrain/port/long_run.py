@@ -107,7 +107,7 @@ class Follower(Watch):
     """
 
     def __init__(self, script: Path, how: LongRun, send: Callable[[Made], None]) -> None:
-        super().__init__(str(script.resolve()), how.updates, self._made_update)
+        super().__init__(script, how.updates, self._made_update)
         self._how, self._send = how, send
         self._windows = None if how.inputs is None else Windows(Feed.of_json(Path(how.inputs).read_text()))
         self._rng = np.random.default_rng(how.model_seed)

@@ -27,7 +27,7 @@ def recipe_source(result: Ported, script: Path, args: Sequence[str]) -> str:
       script: Its file.
       args: Its arguments.
     """
-    command = " ".join([script.name, *args])
+    command = " ".join([script.name if script.is_file() else f"-m {script.name}", *args])
     line = result.training.programs[0][0].line
     folder = f"FOLDER = Path({str(Path.cwd())!r})\n"
     state = ', port.arrays(HERE / "state.safetensors")' if result.state() else ""

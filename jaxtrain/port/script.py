@@ -31,6 +31,7 @@ from jaxtrain.port.recording import Backward, Clip, Leaf, Pass, Recording, Updat
 from jaxtrain.port.refused import Refused, Stop, refused_at
 from jaxtrain.port.short_passes import short_pass
 from jaxtrain.torch_import import Line
+from jaxtrain.user_file import script_file
 
 
 def record(
@@ -50,7 +51,7 @@ def record(
     Raises:
       UserError: The script does something that cannot be carried over, or made no update.
     """
-    watch = Watch(str(script.resolve()), updates, progress)
+    watch = Watch(script, updates, progress)
     watch.recording.is_over, watch.recording.rest = run(script, args, watch), watch.rest
     if not watch.recording.updates:
         raise UserError(f"{script} made no update by an optimizer of PyTorch: give it a training loop that makes one")
@@ -68,7 +69,7 @@ def made_loaders(script: Path, args: Sequence[str], number: int) -> list[Any]:
     Returns:
       The loaders that it has made.
     """
-    watch = Watch(str(script.resolve()), 0, lambda _: None, ends_at=number)
+    watch = Watch(script, 0, lambda _: None, ends_at=number)
     run(script, args, watch)
     return [found.loader for found in watch.recording.loaders]
 
@@ -78,7 +79,10 @@ def run(script: Path, args: Sequence[str], watch: "Watch") -> bool:
     seed_all(0)  # a script without seeds computes something else in every run
     with watch.watching(), _as_main(script, args):
         try:
-            runpy.run_path(str(script.resolve()), run_name="__main__")
+            if script.is_file():
+                runpy.run_path(str(script.resolve()), run_name="__main__")
+            else:
+                runpy.run_module(script.name, run_name="__main__", alter_sys=True)
         except Refused as end:
             raise end.error from None
         except Stop:
@@ -100,7 +104,7 @@ def seed_all(seed: int) -> None:
 def _as_main(script: Path, args: Sequence[str]) -> Iterator[None]:
     """Give the script its arguments and its folder, as `python SCRIPT` does."""
     with (
-        mock.patch.object(sys, "argv", [str(script), *args]),
+        mock.patch.object(sys, "argv", [str(script if script.is_file() else script_file(script)), *args]),
         mock.patch.object(sys, "path", [str(script.resolve().parent), *sys.path]),
     ):
         yield
@@ -114,8 +118,8 @@ class Watch:
       recorder: Records its calls.
     """
 
-    def __init__(self, script: str, updates: int, progress: Callable[[int], None], ends_at: int | None = None) -> None:
-        self.recording, self.recorder = Recording(), Recorder(script)
+    def __init__(self, script: Path, updates: int, progress: Callable[[int], None], ends_at: int | None = None) -> None:
+        self.recording, self.recorder = Recording(), Recorder(str(script_file(script)))
         self._most, self._progress, self._ends_at = updates, progress, ends_at
         self._update = Update()
         self._optimizers: list[torch.optim.Optimizer] = []

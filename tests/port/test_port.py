@@ -14,10 +14,12 @@ from jaxtrain.cli import main
 from jaxtrain.errors import UserError
 from jaxtrain.port.data import ScriptRows, script_loader
 from jaxtrain.port.ported import ported
+from jaxtrain.port.rerun import check_rerun
 from jaxtrain.port.script import record
 from jaxtrain.port.understand import understood
 from jaxtrain.port.write import write
 from jaxtrain.run import load_recipe
+from jaxtrain.torch_import import Line
 from parity.ported import ported_case, prove
 from parity.run import check
 
@@ -156,6 +158,22 @@ def test_a_smaller_last_batch_is_proved_too(tmp_path: Path, loss: str) -> None:
         load_recipe(f"{tmp_path / 'run.py'}::Run")[1].task().loss_fn(params, batch, jax.random.key(0))
 
 
+def test_a_module_of_a_package_is_a_script(tmp_path: Path) -> None:
+    package = tmp_path / "mine" / "jobs"
+    package.mkdir(parents=True)
+    (package / "parts.py").write_text("from torch import nn\n\nmodel = nn.Linear(6, 3)\n")
+    path = script(package, model="import sys; from .parts import model; assert sys.argv == [__file__]")
+    module = tmp_path / "mine.jobs.train"
+    training = understood(record(module, [], 8))
+    check_rerun(training)
+    assert (training.recording.updates[0].line or Line("", 1, "")).file == str(path)
+    result = ported(training)
+    write(result, module, [], tmp_path)
+    assert "jaxtrain port -m mine.jobs.train" in (tmp_path / "run.py").read_text()
+    assert prove(result, tmp_path, "module").passed
+    assert load_recipe(f"{tmp_path / 'run.py'}::Run")[1].task().train.batch_size == 8  # of the module, run again
+
+
 def test_the_data_of_a_recipe_are_the_scripts_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = script(
         tmp_path,
@@ -183,6 +201,8 @@ def test_the_data_of_a_recipe_are_the_scripts_own(tmp_path: Path, capsys: pytest
     [
         ([], "a script is required"),
         (["nothing.py"], "nothing.py does not exist"),
+        (["-m", "no.thing"], "no.thing does not exist"),
+        (["-m"], "a script is required"),
         (["--updates", "0", "train.py"], "updates"),
         (["--out", ".", "train.py"], "is not empty"),
         (["train.py"], "depends on what the model computes"),
