@@ -21,8 +21,8 @@ COMMAND = "jaxtrain port [--updates N] [--out DIR] SCRIPT|-m MODULE [the script'
 class Port:
     """Record a PyTorch training script, write it as a recipe, and prove that both are the same run.
 
-    The script runs as by `python SCRIPT` or `python -m MODULE` for a few updates, then it is stopped. All that follows its
-    name is its own.
+    The script runs as by `python SCRIPT` or `python -m MODULE` for a few updates, then it is stopped. All that follows
+    its name is its own.
     """
 
     updates: Count = 20
