@@ -31,10 +31,10 @@ from jaxtrain.port.recipe_source import PRECISIONS, loss_scale
 from jaxtrain.port.recording import Clip
 from jaxtrain.port.rerun import like, set_start
 from jaxtrain.port.training import Training
-from jaxtrain.run import Recipe, load_recipe
+from jaxtrain.run import Recipe, Task, load_recipe
 from jaxtrain.runner import frozen, optimizer_expression, recipe_optimizer
 from parity.attestation import environment
-from parity.case import Batch, Case
+from parity.case import Batch, Case, Outputs
 from parity.cases.recipe_case import NAMED, moments_of
 from parity.compare.examination import Examination
 from parity.optimizer import Optimizer
@@ -236,7 +236,23 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> "Rec
         precision=recipe.precision,
         module=module,
         turns=_turns(result.training),
+        outputs=None if result.validation is None else _outputs(result, task, windows),
         is_large=flops(task.loss_fn, like.params, micro, jax.random.key(0), *_state(like)) > _LARGE,
+    )
+
+
+def _outputs(result: Ported, task: Task, windows: Sequence[Batch]) -> Outputs:
+    """Return the losses of batches in evaluation mode."""
+
+    def in_jax(params: Any, batch: Mapping[str, Any], state: Any) -> Any:
+        return task.loss_fn(params, batch, None, *([] if state is None else [state]))[0].total
+
+    return Outputs(
+        in_torch=lambda module, batch: module(**batch),
+        in_jax=in_jax,
+        batch=partial(_first_rows, windows),
+        rows=result.training.rows,
+        fixed_rows=True,
     )
 
 

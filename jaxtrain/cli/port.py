@@ -93,6 +93,8 @@ def _port(options: Port, script: Path, args: Sequence[str]) -> int:
     check_rerun(training)
     _say("rerun", "losses, gradients and parameters again from the recorded calls: the bits of the script")
     result = ported(training)
+    for name, text in _of_evaluation(result):
+        _say(name, text)
     options.out.resolve().parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".port-", dir=options.out.resolve().parent))
     try:
@@ -116,6 +118,15 @@ def _port(options: Port, script: Path, args: Sequence[str]) -> int:
     run = f"{options.out / 'run.py'}::Run"
     _say("next", f"jaxtrain train {run}        jaxtrain plan {run} --device h100")
     return 0 if proof.passed and runs is not None and runs.passed else 1
+
+
+def _of_evaluation(result: Any) -> Iterator[tuple[str, str]]:
+    """Yield what the model is evaluated on, as (name, line)."""
+    if result.validation is not None:
+        line = result.training.recording.loaders[result.validation].line
+        yield "validation", f"the loss on the DataLoader of {Path(line.file).name}:{line.number}"
+    elif result.not_evaluated is not None:
+        yield "left out", f"the script's evaluation: {result.not_evaluated}"
 
 
 def _say(name: str, *lines: str) -> None:

@@ -22,6 +22,7 @@ same_program  whether updates compute one program
 refused     scripts that cannot be carried over
 replay      a recorded program as a module
 rerun       the recorded updates again, to the bit
+validation  the data that the script evaluates its model on
 ported      the script as a model of JAX
 any_size    a model for batches of several sizes, as of texts of many lengths
 recipe_source  the text of the recipe
@@ -70,6 +71,7 @@ __all__ = [
     "turn",
     "understand",
     "unless",
+    "validation",
     "write",
 ]
 

@@ -1,8 +1,9 @@
 """Whether a script gives the batches of a ported run: without its model, and as they were recorded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ def check_fed(training: Training, script: Path, args: Sequence[str], folder: Pat
     pool = ThreadPoolExecutor()  # both processes start at once
     try:
         for update in (update for update, window in training.windows() for _ in window):
-            one, two = pool.map(lambda stream: next(stream, {}), streams)
+            one, two = pool.map(_next, streams)
             for name in {**one, **two}:
                 if name not in one or name not in two or not np.array_equal(one[name], two[name], equal_nan=True):
                     raise refused_at(
@@ -44,3 +45,7 @@ def check_fed(training: Training, script: Path, args: Sequence[str], folder: Pat
         pool.shutdown()
         for stream in streams:
             stream.close()
+
+
+def _next(stream: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    return next(stream, {})

@@ -18,6 +18,7 @@ from jaxtrain.port.replay import recorded_module
 from jaxtrain.port.rerun import new_optimizer, set_start
 from jaxtrain.port.same_program import check_same
 from jaxtrain.port.training import Training
+from jaxtrain.port.validation import last_batch, validation_of
 from jaxtrain.torch_import import ImportedModel, from_torch
 
 
@@ -33,6 +34,8 @@ class Ported:
       any_size: The source of the model for batches of all sizes of a range, with their shapes; None without one.
       optimizer: Its optimizer, with a schedule of updates or epochs.
       turns: The models of the turns of several optimizers; none for one.
+      validation: Number of the DataLoader that it is evaluated on; None without one.
+      not_evaluated: Why it is not evaluated on the one that the script has; None if it is, or there is none.
     """
 
     training: Training
@@ -42,6 +45,8 @@ class Ported:
     any_size: tuple[str, Shapes] | None
     optimizer: Expression
     turns: tuple["Ported", ...] = ()
+    validation: int | None = None
+    not_evaluated: str | None = None
 
     def state(self) -> dict[str, Any]:
         """Return the buffers that its models change, by name; none for models without."""
@@ -66,7 +71,27 @@ def ported(training: Training) -> Ported:
     model = from_torch(module, batch)
     any_size = for_any_size(training, model)
     others = () if any_size is not None else tuple((shapes(its), from_torch(part, its)) for part, its in rest)
-    return Ported(training, module, model, others, any_size, _optimizer(training, module, model))
+    result = Ported(training, module, model, others, any_size, _optimizer(training, module, model))
+    return result if training.is_turn else _evaluated(result)
+
+
+def _evaluated(result: Ported) -> Ported:
+    """Return a script that is evaluated on the DataLoader that it has for it, with a model for its last batch."""
+    training = result.training
+    number = validation_of(training)
+    if number is None:
+        return result
+    if result.model.draws_in_evaluation:
+        return replace(result, not_evaluated="the loss draws random numbers in evaluation mode")
+    try:
+        batch = last_batch(training, number)
+        is_known = batch is None or (result.any_size is not None and result.any_size[1].has(batch))
+        if result.any_size is not None and not is_known:
+            return replace(result, not_evaluated=f"no model is for its last batch, {shapes(batch or {})}")
+        its = [] if batch is None or is_known else [(shapes(batch), from_torch(program_module(training, 0), batch))]
+    except UserError as error:
+        return replace(result, not_evaluated=str(error))
+    return replace(result, validation=number, others=(*result.others, *its))
 
 
 def _in_turn(training: Training, turns: Sequence[Ported]) -> Ported:

@@ -130,13 +130,14 @@ def _data_source(result: Ported) -> str:
     end = f"\n            frozen={set(frozen)!r}.__contains__," if frozen else ""
     if training.loader is None:
         return f'port.ScriptBatches(SCRIPT, ARGS, HERE / "{INPUTS}", FOLDER),{end}'
-    keys, loader = (
-        _batch_keys(training, training.loader),
-        f"port.script_loader(SCRIPT, ARGS, {training.loader}, FOLDER)",
-    )
+    keys = _batch_keys(training, training.loader)
+    loaders = [training.loader, *([] if result.validation is None else [result.validation])]
+    found = [f"port.script_loader(SCRIPT, ARGS, {number}, FOLDER)" for number in loaders]
     if training.accumulate > 1:
-        return f"port.ScriptRows({loader}, {keys!r}),{end}"
-    return f"{loader},{end}" + (f"\n            batch_keys={keys!r}," if keys else "")
+        found = [f"port.ScriptRows({loader}, {keys!r})" for loader in found]
+    validation = "".join(f"\n            validation={loader}," for loader in found[1:])
+    names = f"\n            batch_keys={keys!r}," if keys and training.accumulate == 1 else ""
+    return f"{found[0]},{validation}{end}{names}"
 
 
 def _field(name: str, kind: str, value: Any, comment: str) -> str:

@@ -124,10 +124,12 @@ class Pass(NamedTuple):
     Attributes:
       loader: The loader.
       line: The line of the script that made it.
+      is_early: Whether it was made before the first update.
     """
 
     loader: Any
     line: Line
+    is_early: bool = True
 
 
 @dataclass(eq=False)

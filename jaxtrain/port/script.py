@@ -202,7 +202,7 @@ class Watch:
         return made
 
     def _made_loader(self, loader: Any, line: Line) -> None:
-        self.recording.loaders.append(Pass(loader, line))
+        self.recording.loaders.append(Pass(loader, line, not self.recording.updates))
 
     def _made_optimizer(self, optimizer: Any, line: Line) -> None:
         self._optimizers.append(optimizer)

@@ -8,17 +8,20 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import torch
 
 import benchmarks.ported
 from jaxtrain.cli import main
 from jaxtrain.errors import UserError
 from jaxtrain.port.data import ScriptRows, script_loader
 from jaxtrain.port.ported import ported
-from jaxtrain.port.rerun import check_rerun
+from jaxtrain.port.rerun import check_rerun, set_start
 from jaxtrain.port.script import record
 from jaxtrain.port.understand import understood
 from jaxtrain.port.write import write
 from jaxtrain.run import load_recipe
+from jaxtrain.runner import build_training
+from jaxtrain.runner.training import held_out_evaluation
 from jaxtrain.torch_import import Line
 from parity.ported import ported_case, prove
 from parity.run import check
@@ -156,6 +159,49 @@ def test_a_smaller_last_batch_is_proved_too(tmp_path: Path, loss: str) -> None:
     params, batch = result.model.params, {"x": np.ones((3, 6), np.float32), "y": np.zeros(3, np.int32)}
     with pytest.raises(UserError, match=r"a batch has the shapes x \[3, 6\], y \[3\], and the models of"):
         load_recipe(f"{tmp_path / 'run.py'}::Run")[1].task().loss_fn(params, batch, jax.random.key(0))
+
+
+EVALUATED = {
+    "model": "model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3))\n"
+    "held_out = DataLoader(TensorDataset(torch.randn(21, 6), torch.randint(3, (21,))), batch_size=10)",
+    "end": "model.eval(); print(sum(criterion(model(x), y).item() for x, y in held_out))",
+}
+
+
+def test_a_script_is_evaluated_on_the_data_that_it_holds_out(tmp_path: Path) -> None:
+    result = written_port(script(tmp_path, **EVALUATED), 9)
+    assert prove(result, tmp_path, "evaluated").passed
+    _, recipe = load_recipe(f"{tmp_path / 'run.py'}::Run")
+    task = recipe.task()
+    evaluation = held_out_evaluation(task, recipe)(build_training(recipe).init())
+    module = result.training.modules["model"]
+    set_start(result.training)
+    x, y = task.validation.dataset.tensors
+    with torch.no_grad():
+        module.eval()
+        theirs = [torch.nn.functional.cross_entropy(module(x[i : i + 8]), y[i : i + 8]).item() for i in (0, 8, 16)]
+    assert evaluation.metrics["loss"] == pytest.approx(np.mean(theirs), rel=2e-6)
+    with changed(tmp_path / "model.py", "x, train\n", "x, True\n"):
+        proof = prove(result, tmp_path, "evaluated")
+    assert not proof.passed
+    assert any(line.startswith("evaluation: ") for line in proof.lines), proof.lines
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"forward": "loss = criterion(nn.functional.dropout(model(x)), y)"}, "draws random numbers in evaluation"),
+        ({"forward": "loss = nn.functional.cross_entropy(model(x), y, reduction='sum') / 8"}, "the number 8"),
+        ({"end": "print(sum(x.sum() for x in DataLoader(torch.randn(21, 6))))"}, None),
+    ],
+)
+def test_what_cannot_be_evaluated_is_left_out_with_a_line(tmp_path: Path, parts: dict[str, str], reason: str) -> None:
+    path = script(tmp_path, **{**EVALUATED, **parts})
+    path.write_text(path.read_text().replace("(50", "(48"))  # whole batches
+    result = ported(understood(record(path, [], 7)))
+    assert result.validation is None
+    assert (result.not_evaluated is None) == (reason is None)
+    assert (reason or "") in (result.not_evaluated or "")
 
 
 def test_a_module_of_a_package_is_a_script(tmp_path: Path) -> None:
