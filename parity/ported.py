@@ -154,7 +154,7 @@ def _changed_settings(result: Ported, recipe: Recipe) -> list[str]:
     theirs = {
         "batch_size": training.rows * training.accumulate,
         "accumulate": training.accumulate,
-        "clip_norm": training.clip.bound if training.clip is not None and not training.clips_itself else None,
+        "clip_norm": training.clip_norm,
         "precision": PRECISIONS[training.autocast],
         **{field.name: field.default for field in dataclasses.fields(Recipe) if field.name in NAMED},
         "loss_scale": loss_scale(training),
@@ -228,6 +228,7 @@ def ported_case(result: Ported, folder: Path, name: str, shape: int = 0) -> "Rec
         batch=partial(_first_rows, windows),
         rows=len(next(iter(windows[0].values()))),
         windows=windows,
+        begins_anywhere=not result.turns and (training.cut is None or not training.cut.rates),
         optimizer=frozen_too(side, is_frozen),
         clip_norm=recipe.clip_norm,
         state_like=like.model_state,
@@ -344,9 +345,11 @@ class RecordedCase(Case):
 
     Attributes:
       windows: The windows.
+      begins_anywhere: Whether a run may begin with another window: where several runs decide, each is another training.
     """
 
     windows: Sequence[Batch] = ()
+    begins_anywhere: bool = False
 
     def of_one_batch(self, accumulate: int) -> Case:
         """Return the case with a micro-batch in each step: the written model is for its rows."""
@@ -365,7 +368,8 @@ class RecordedCase(Case):
 
     def batches(self, seed: int, steps: int) -> Iterator[Batch]:
         """Yield the windows."""
-        yield from itertools.islice(itertools.cycle(self.windows), steps)
+        first = seed % len(self.windows) if self.begins_anywhere else 0
+        yield from itertools.islice(itertools.cycle(self.windows), first, first + steps)
 
 
 def _first_rows(windows: Sequence[Batch], seed: int, rows: int) -> Batch:

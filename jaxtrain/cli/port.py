@@ -170,6 +170,9 @@ def _found(training: Any) -> Iterator[tuple[str, str]]:
         if turn.cut is not None and turn.cut.numbers:
             yield "input", f"{', '.join(x.name for x in turn.cut.numbers)}, which differ by update"
     reads = dict.fromkeys(line for update in training.recording.updates for b in update.backwards for line in b.reads)
+    for clip in (turn.clip for turn in turns if turn.clip is not None and turn.clips_scaled):
+        at = f"{Path(clip.line.file).name}:{clip.line.number}"
+        yield "seen", f"scaled gradients are clipped ({at}), which is carried over: call GradScaler.unscale_ before"
     for line in reads:
         yield "seen", f"a value of a tensor is read ({Path(line.file).name}:{line.number}); no update depends on it"
     for line in training.left_out():

@@ -10,7 +10,7 @@ from jaxtrain.port.recording import Clip, Update
 from jaxtrain.port.refused import refused_at
 
 
-def clip_of(updates: Sequence[Update], optimizer: torch.optim.Optimizer | Joint, is_scaled: bool) -> Clip | None:
+def clip_of(updates: Sequence[Update], optimizer: torch.optim.Optimizer | Joint) -> Clip | None:
     """Return how the gradients of an optimizer are clipped in all updates; None if they are not."""
     found = [update.clips for update in updates if update.optimizer is not None]
     first = found[0]
@@ -27,8 +27,6 @@ def clip_of(updates: Sequence[Update], optimizer: torch.optim.Optimizer | Joint,
     (clip,) = first
     if clip.options.get("norm_type", 2.0) != 2.0 or clip.options.get("error_if_nonfinite"):
         raise refused_at(f"{clip.function} with {dict(clip.options)}", clip.line, "clip by the norm of order 2")
-    if is_scaled and not clip.is_unscaled:
-        raise refused_at("gradients are clipped before GradScaler.unscale_", clip.line, "unscale them first")
     trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if not trained <= {*clip.parameters}:
         raise refused_at("some of the trained parameters are clipped", clip.line, "clip all of them")

@@ -255,9 +255,8 @@ def _clipped(found: Expression, training: Training) -> Expression:
     clip = training.clip
     if clip is None or not training.clips_itself:
         return found
-    bound = {"max_norm" if clip.is_of_norm else "max_value": clip.bound}
     if isinstance(found, Call):
-        return Call("clipped", {"optimizer": found, **bound})
+        return Call("clipped", {"optimizer": found, **clip.bounds})
     if clip.is_of_norm and len(found) > 1:
         raise refused_at("several optimizers, and one with groups that clips by the norm", clip.line, "use one group")
-    return {paths: Call("clipped", {"optimizer": call, **bound}) for paths, call in found.items()}
+    return {paths: Call("clipped", {"optimizer": call, **clip.bounds}) for paths, call in found.items()}

@@ -173,16 +173,15 @@ def _settings(result: Ported) -> dict[str, tuple[str, Any, str]]:
         "steps": ("int", *steps),
         "batch_size": ("int", training.rows * training.accumulate, data),
         "optimizer": ("str", format_expression(result.optimizer), optimizer + schedule + clamps),
-        "clip_norm": ("float | None", None, "")
-        if training.clip is None or training.clips_itself
-        else ("float | None", training.clip.bound, _at(training.clip.line)),
+        "clip_norm": ("float | None", training.clip_norm, _at(training.clip.line) if training.clip else ""),
     }
     if training.accumulate > 1:
         found["accumulate"] = ("int", training.accumulate, "")
     if training.autocast is not None:
         found["precision"] = ("str", PRECISIONS[training.autocast], _at(_first_autocast(training)))
     if (scale := loss_scale(training)) is not None:
-        found["loss_scale"] = ("str | None", scale, "")
+        why = f"{_at(training.clip.line)} clips scaled gradients" if training.clip and training.clips_scaled else ""
+        found["loss_scale"] = ("str | None", scale, why)
     if more := sum(_count_shapes(turn) for turn in result.turns or (result,)) - 1:
         why = "a program for each optimizer" if training.turns else "batches differ in size"
         found["allow_recompile"] = ("int", more, why)
@@ -229,7 +228,10 @@ def loss_scale(training: Training) -> str | None:
         "backoff_factor": scaler.get_backoff_factor(),
         "growth_interval": scaler.get_growth_interval(),
     }
-    return str(Call("dynamic_loss_scale", given))
+    call = Call("dynamic_loss_scale", given)
+    if training.clip is not None and training.clips_scaled:
+        call = Call("clipped", {"optimizer": call, **training.clip.bounds})
+    return str(call)
 
 
 def _at(line: Line) -> str:

@@ -85,6 +85,11 @@ class Clip:
         """Whether it is `clip_grad_norm_`."""
         return self.function == "clip_grad_norm_"
 
+    @property
+    def bounds(self) -> dict[str, float]:
+        """The arguments of `optim.clipped`."""
+        return {"max_norm" if self.is_of_norm else "max_value": self.bound}
+
 
 @dataclass(eq=False)
 class Update:

@@ -59,9 +59,12 @@ def _check_update(
             raise _differs("the loss", number, backward.line)
         for one in losses:
             scaler.scale(one).backward(retain_graph=one is not losses[-1])
+    scaled = [clip for clip in update.clips if update.scale is not None and not clip.is_unscaled]
+    for clip in scaled:
+        _clip(clip, parameters)
     if update.scale is not None:
         scaler.unscale_(optimizer)
-    for clip in update.clips:
+    for clip in (clip for clip in update.clips if clip not in scaled):
         _clip(clip, parameters)
     if update.optimizer is None:
         return

@@ -82,9 +82,19 @@ class Training:
         return _parts(self, self.optimizer) if isinstance(self.optimizer, Joint) else (self,)
 
     @property
+    def clips_scaled(self) -> bool:
+        """Whether gradients are clipped before a `GradScaler` unscales them."""
+        return self.clip is not None and self.is_scaled and not self.clip.is_unscaled
+
+    @property
     def clips_itself(self) -> bool:
         """Whether its optimizer clips its own gradients, where `clip_norm` bounds the norm of all."""
-        return self.clip is not None and (not self.clip.is_of_norm or self.is_turn)
+        return self.clip is not None and not self.clips_scaled and (not self.clip.is_of_norm or self.is_turn)
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The bound of the norm of all gradients; None without one."""
+        return None if self.clip is None or self.clips_itself or self.clips_scaled else self.clip.bound
 
     def feed(self) -> Feed:
         """Return what the script gives to the updates of a run."""
@@ -145,7 +155,7 @@ def _parts(training: Training, joint: Joint) -> tuple[Training, ...]:
         has_rates = cut is not None and bool(cut.rates)
         scheduler, is_by_epoch = (None, False) if has_rates else scheduler_of(own, part, training.loader)
         its = replace(training, recording=own, optimizer=part, scheduler=scheduler, is_by_epoch=is_by_epoch, cut=cut)
-        clip = None if training.clip is not None else clip_of(updates, part, training.is_scaled)
+        clip = None if training.clip is not None else clip_of(updates, part)
         found.append(replace(its, clip=clip, clamps=clamps_of(updates, part), is_turn=True))
         first = groups.stop
     return tuple(found)

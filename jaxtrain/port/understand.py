@@ -237,7 +237,7 @@ def _training(
         modules=modules,
         programs=programs,
         accumulate=max(len(update.backwards) for update in recording.updates),
-        clip=None if _clips_parts(recording.updates, optimizer) else clip_of(recording.updates, optimizer, is_scaled),
+        clip=None if _clips_parts(recording.updates, optimizer) else clip_of(recording.updates, optimizer),
         optimizer=optimizer,
         scheduler=scheduler,
         autocast=_autocast(backwards),

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import optax
 
+from jaxtrain.errors import UserError
 from jaxtrain.labs.loss_scales import per_layer_loss_scale, require_blocks
-from jaxtrain.optim import Call, build_expression, parse_expression
+from jaxtrain.optim import Call, build_expression, clipped, parse_expression
 from jaxtrain.passes import count_blocks
 from jaxtrain.run import Recipe, Task, abstract_batch
 from jaxtrain.step import dynamic_loss_scale, static_loss_scale, validated
@@ -43,7 +45,18 @@ def step_loss_scale(recipe: Recipe, task: Task) -> Any:
 def _built(recipe: Recipe, blocks: Callable[[int | None], int]) -> Any:
     if recipe.loss_scale is None:
         return None
-    expression = parse_expression(recipe.loss_scale)
+    return _of_expression(parse_expression(recipe.loss_scale), blocks)
+
+
+def _of_expression(expression: Any, blocks: Callable[[int | None], int]) -> Any:
+    if isinstance(expression, Call) and expression.function == "clipped":  # gradients that are scaled
+        given = dict(expression.arguments)
+        if not isinstance(scale := given.pop("optimizer", None), Call):
+            raise UserError(
+                f"{expression} clips nothing: give it a scale, as in clipped(optimizer=dynamic_loss_scale())"
+            )
+        clip = partial(clipped, _of_expression(scale, blocks))
+        return build_expression(Call("clipped", given), {"clipped": clip}, {})
     if isinstance(expression, Call) and expression.function == "per_layer_loss_scale":
         given = expression.arguments.get("blocks")
         expression = replace(expression, arguments={**expression.arguments, "blocks": blocks(given)})

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,7 @@ from jaxtrain.port.script import record
 from jaxtrain.port.understand import understood
 from jaxtrain.port.write import write
 from jaxtrain.run import load_recipe
-from jaxtrain.runner import build_training
+from jaxtrain.runner import build_training, loss_scale
 from jaxtrain.runner.training import held_out_evaluation
 from jaxtrain.torch_import import Line
 from parity.ported import ported_case, prove
@@ -159,6 +160,37 @@ def test_a_smaller_last_batch_is_proved_too(tmp_path: Path, loss: str) -> None:
     params, batch = result.model.params, {"x": np.ones((3, 6), np.float32), "y": np.zeros(3, np.int32)}
     with pytest.raises(UserError, match=r"a batch has the shapes x \[3, 6\], y \[3\], and the models of"):
         load_recipe(f"{tmp_path / 'run.py'}::Run")[1].task().loss_fn(params, batch, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    "clip", ["clip_grad_norm_(model.parameters(), 900.0)", "clip_grad_value_(model.parameters(), 90)"]
+)
+def test_scaled_gradients_are_clipped_as_by_the_script(tmp_path: Path, clip: str) -> None:
+    path = script(
+        tmp_path,
+        optimizer="optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "scaler = torch.amp.GradScaler('cpu', init_scale=2.0**12, growth_interval=3)",
+        forward="with torch.autocast('cpu', torch.float16): loss = criterion(model(x), y)",
+        backward="scaler.scale(loss).backward()",
+        step=f"nn.utils.{clip}\n        scaler.step(optimizer); scaler.update(); optimizer.zero_grad()",
+    )
+    result = written_port(path, 9)
+    assert prove(result, tmp_path, "scaled").passed
+    ours = loss_scale(load_recipe(f"{tmp_path / 'run.py'}::Run")[1])
+    theirs, state = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3), ours.init(jnp.zeros(40))
+    bound = float(clip.partition(", ")[2][:-1])
+    for number in range(9):
+        scale = theirs.scale(torch.ones(())).item()
+        assert state.scale == scale
+        gradient = np.random.default_rng(number).normal(0, 0.01, 40).astype(np.float32) * np.float32(scale)
+        gradient[7] = np.inf if number == 4 else gradient[7]
+        p = torch.nn.Parameter(torch.zeros(40))
+        p.grad = torch.tensor(gradient)
+        getattr(torch.nn.utils, clip.partition("(")[0])([p], bound)
+        theirs.step(torch.optim.SGD([p], lr=1.0))
+        theirs.update()
+        unscaled, state = ours.update(jnp.asarray(gradient), state)
+        assert -p.detach().numpy() == pytest.approx(np.where(state.found_inf, 0, unscaled), rel=1e-6)
 
 
 EVALUATED = {

@@ -54,7 +54,8 @@ def generated(folder: Path, number: int) -> Path:
     clip = draw.choice(["", "nn.utils.clip_grad_norm_(model.parameters(), 0.3)\n            "])
     scaled = draw.random() < 0.3
     step = "scaler.step(optimizer); scaler.update()" if scaled else "optimizer.step()"
-    clip = f"scaler.unscale_(optimizer)\n            {clip}" if scaled and clip else clip
+    unscales = draw.random() < 0.7
+    clip = f"scaler.unscale_(optimizer)\n            {clip}" if scaled and clip and unscales else clip
     step += "; scheduler.step()" if scheduler and not by_epoch else ""
     return script(
         folder,
@@ -187,17 +188,6 @@ REFUSED = {
         },
         "LBFGS.step(closure)",
         "optimizer.step(lambda",
-    ),
-    "clipping of scaled gradients": (
-        {
-            "optimizer": "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-            "scaler = torch.amp.GradScaler('cpu')",
-            "backward": "scaler.scale(loss).backward()",
-            "step": "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-            "        scaler.step(optimizer); scaler.update(); optimizer.zero_grad()",
-        },
-        "before GradScaler.unscale_",
-        "clip_grad_norm_",
     ),
     "a window of a smaller last batch": (
         {"step": "if i % 3 == 2 or i == 6: optimizer.step(); optimizer.zero_grad()"},
