@@ -50,13 +50,12 @@ def _built(recipe: Recipe, blocks: Callable[[int | None], int]) -> Any:
 
 def _of_expression(expression: Any, blocks: Callable[[int | None], int]) -> Any:
     if isinstance(expression, Call) and expression.function == "clipped":  # gradients that are scaled
-        given = dict(expression.arguments)
-        if not isinstance(scale := given.pop("optimizer", None), Call):
-            raise UserError(
-                f"{expression} clips nothing: give it a scale, as in clipped(optimizer=dynamic_loss_scale())"
-            )
+        bounds = dict(expression.arguments)
+        if not isinstance(scale := bounds.pop("optimizer", None), Call):
+            example = "clipped(optimizer=dynamic_loss_scale())"
+            raise UserError(f"{expression} clips nothing: give it a scale, as in {example}")
         clip = partial(clipped, _of_expression(scale, blocks))
-        return build_expression(Call("clipped", given), {"clipped": clip}, {})
+        return build_expression(Call("clipped", bounds), {"clipped": clip}, {})
     if isinstance(expression, Call) and expression.function == "per_layer_loss_scale":
         given = expression.arguments.get("blocks")
         expression = replace(expression, arguments={**expression.arguments, "blocks": blocks(given)})
