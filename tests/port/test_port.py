@@ -37,6 +37,7 @@ def test_a_script_is_written_as_a_recipe_that_is_the_same_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(benchmarks.ported, "ENGINES", ("torch_eager", "jax"))
+    monkeypatch.setattr(benchmarks.ported, "SECONDS", 600.0)  # however loaded the machine is
     assert main(["port", "--out", str(tmp_path / "port"), str(SCRIPTS / f"{name}.py")]) == 0
     page = capsys.readouterr().out
     assert "20 updates in float64" in page
