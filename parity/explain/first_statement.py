@@ -78,7 +78,9 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outs = func(*args, **(kwargs or {}))
-        changed = pytree.tree_leaves((args, kwargs)) if func._schema.is_mutable else []
+        # The schema of a batch norm does not say that it changes its statistics.
+        is_mutable = func._schema.is_mutable or "batch_norm" in func._schema.name
+        changed = pytree.tree_leaves((args, kwargs)) if is_mutable else []
         for x in (*pytree.tree_leaves(outs), *changed):
             if isinstance(x, torch.Tensor):
                 self._known.add(x)

@@ -41,7 +41,7 @@ class Bound(NamedTuple):
 
     Attributes:
       line: The first line of the statement.
-      kind: "name" of a value that is assigned to a name, "part" of another that is assigned, "returned".
+      kind: "name" of an array that is assigned to a name, "part" of another that is assigned, "returned".
       size: Its number of elements.
       alias: The number of the same value, if a statement before has assigned it; None for a new one.
       constant: Its numbers, if they depend on no argument.
@@ -159,6 +159,9 @@ class _Marks:
 
     def __call__(self, file: str, line: int, kind: str, unused: Sequence[int], value: Any) -> Any:
         """Return the value that a statement assigns or returns, with names."""
+
+        if kind == "name" and not hasattr(value, "dtype"):
+            kind = "part"
 
         def named(x: Any) -> Any:
             return jax.tree.map(lambda leaf: self._named((file, line), kind, leaf), x)
