@@ -220,11 +220,11 @@ def counterparts(
     indices, table, kinds = (np.array(column) for column in zip(*rows, strict=True))
 
     def equal(value: Value[Where]) -> Sources:
-        near = np.zeros(len(rows), bool)
+        is_near = np.zeros(len(rows), bool)
         for found in (value.fingerprint, value.cropped):
             if found is not None:
-                near |= near(found, table, tolerance if value.trained else of_constants)
-        return frozenset(indices[near & (kinds == value.trained)].tolist())
+                is_near |= near(found, table, tolerance if value.trained else of_constants)
+        return frozenset(indices[is_near & (kinds == value.trained)].tolist())
 
     with np.errstate(invalid="ignore"):
         return [equal(value) for value in ours.values]

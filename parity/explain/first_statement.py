@@ -239,7 +239,8 @@ def _judged(observed: Iterator[tuple[Values, Known]], accumulate: int) -> Found 
 def _first_value(values: Values, known: Known) -> int | None:
     """Return the number of the first value that PyTorch does not have, or of one before that should have changed."""
     at = next((i for i in range(len(values.bound)) if i in values.values and not _is_known(values, i, known)), None)
-    return None if at is None else next(_unchanged(values, known, at), at)
+    before = None if at is None else _unchanged(values, known, at)
+    return at if before is None else before
 
 
 def _is_known(values: Values, i: int, known: Known) -> bool:
@@ -256,16 +257,16 @@ def _says_nothing(value: Fingerprint) -> bool:
     return value.squares in (0.0, 1.0) and value.squares == value.magnitudes
 
 
-def _unchanged(values: Values, known: Known, at: int) -> Iterator[int]:
-    """Yield the numbers of values before another one, the last one first, that a statement left as they were.
+def _unchanged(values: Values, known: Known, at: int) -> int | None:
+    """Return the number of the value just before another one, if a statement left it as it was.
 
     PyTorch's program has fewer values with these numbers.
     """
-    for i in reversed([i for i in range(at) if _is_made(values, i) and not _says_nothing(values.values[i])]):
-        equal = [j for j in _equal(values, values.values[i]) if j < at]
-        theirs = near(values.values[i], np.reshape(known.calls, (-1, 4))).sum()
-        if equal[0] < i and sum(_is_made(values, j) for j in equal) > theirs:
-            yield i
+    i = next((i for i in reversed(range(at)) if values.bound[i].kind != "returned"), None)
+    if i is None or values.bound[i].alias is None or not _is_made(values, i):
+        return None
+    ours = sum(_is_made(values, j) for j in _equal(values, values.values[i]) if j < at)
+    return i if ours > near(values.values[i], np.reshape(known.calls, (-1, 4))).sum() else None
 
 
 def _is_made(values: Values, i: int) -> bool:
