@@ -263,17 +263,17 @@ def _unchanged(values: Values, known: Known, at: int) -> int | None:
     PyTorch's program has fewer values with these numbers.
     """
     i = next((i for i in reversed(range(at)) if values.bound[i].kind != "returned"), None)
-    if i is None or values.bound[i].alias is None or not _is_made(values, i):
+    if i is None or values.bound[i].alias is None or values.bound[i].kind != "name" or not _is_made(values, i):
         return None
     ours = sum(_is_made(values, j) for j in _equal(values, values.values[i]) if j < at)
     return i if ours > near(values.values[i], np.reshape(known.calls, (-1, 4))).sum() else None
 
 
 def _is_made(values: Values, i: int) -> bool:
-    """Return whether a statement computes a value that has a name, and no function of the files."""
+    """Return whether a statement computes a value that it assigns, and no function of the files does."""
     bound = values.bound
     is_called = i > 0 and bound[i - 1].kind == "returned" and bound[i].alias in (i - 1, bound[i - 1].alias)
-    return bound[i].kind == "name" and i in values.values and not is_called
+    return bound[i].kind != "returned" and i in values.values and not is_called
 
 
 def _equal(values: Values, of: Fingerprint) -> list[int]:
