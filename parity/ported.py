@@ -114,8 +114,8 @@ def prove(result: Ported, folder: Path, name: str) -> Proof:
     lines += [line for one in results[1:] for line in _accuracy(one)]
     if found.first_divergence is not None:
         lines += divergence(found.first_divergence).plain.splitlines()
-    elif at is not None or statement is not None:
-        lines.append(f"  in JAX             {source_line(*(at or statement.line))}")
+    elif (line := at or (None if statement is None else statement.line)) is not None:
+        lines.append(f"  in JAX             {source_line(*line)}")
     passed = is_equal and all(one.examination.verdict.passed for one in results)
     return Proof(passed, tuple(lines), cases)
 

@@ -24,7 +24,7 @@ from parity.compare.fingerprint import Fingerprint, apart, fingerprint, near
 from parity.divergence import Line
 from parity.explain.stages import to_jax
 from parity.explain.statements import Bound, Statements, Values
-from parity.record import Step
+from parity.record import Step, Tensors
 from parity.sides import jax_side, torch_side
 from parity.sides.randomness import Draws, Masks, dropout_masks
 from parity.source import source_line
@@ -45,7 +45,7 @@ class Known:
     values: list[tuple[Fingerprint, int]] = field(default_factory=list)
     calls: list[Fingerprint] = field(default_factory=list)
     gradients: dict[int, Fingerprint | None] = field(default_factory=dict)
-    buffers: Mapping[str, np.ndarray] = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
 
     @functools.cached_property
     def table(self) -> np.ndarray:
@@ -180,7 +180,8 @@ def first_statement(case: Case, folder: Path, *, accumulate: int, steps: int, se
     # A draw is missing: the one without which the values agree for longest.
     missing = range(len(draws)) if len(draws) == len(masks[0]) + 1 else ()
     tried = [[[*x[:i], draws[i], *x[i:]] for x in masks[:accumulate]] for i in missing]
-    found = [_judged(_observed(case, folder, x, accumulate, 1, seed), accumulate) for x in tried or [None]]
+    given: list[Sequence[Masks] | None] = [*tried] or [None]
+    found = [_judged(_observed(case, folder, x, accumulate, 1, seed), accumulate) for x in given]
     return max(filter(None, found), key=lambda x: x.place, default=None)
 
 

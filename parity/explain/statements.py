@@ -250,9 +250,10 @@ class _Marking(ast.NodeTransformer):
 
     def _with_mark(self, node: Any, kind: str, unused: Sequence[int] = ()) -> ast.AST:
         if self._depth and node.value is not None:
-            given = [ast.Constant(x) for x in (self._file, node.lineno, kind, tuple(unused))]
+            skipped = ast.Tuple([ast.Constant(i) for i in unused], ast.Load())
+            given = [ast.Constant(self._file), ast.Constant(node.lineno), ast.Constant(kind), skipped]
             call = ast.Call(ast.Name(MARK, ast.Load()), [*given, node.value], [])
-            for part in (call, call.func, *given):
+            for part in (call, call.func, *given, *skipped.elts):
                 ast.copy_location(part, node.value)
             node.value = call
         return node
