@@ -4,6 +4,7 @@ PyTorch's side is the script's own modules, its optimizer's class and groups, an
 updates were recorded. `jaxtrain.port.rerun` has computed the script's updates from these to the bit.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import linecache
@@ -20,6 +21,7 @@ import torch
 from rich.console import Console
 
 from jaxtrain.cost import flops
+from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
 from jaxtrain.port import micro_batch, turn
 from jaxtrain.port.batch_shapes import shapes
@@ -37,6 +39,9 @@ from parity.attestation import environment
 from parity.case import Batch, Case, Outputs
 from parity.cases.recipe_case import NAMED, moments_of
 from parity.compare.examination import Examination
+from parity.divergence import Line
+from parity.explain.first_statement import Found, first_statement
+from parity.explain.stages import at_fault, stages
 from parity.optimizer import Optimizer
 from parity.report import Result, waiting
 from parity.report.page_case import PageCase, page_case
@@ -82,9 +87,16 @@ def prove(result: Ported, folder: Path, name: str) -> Proof:
         return Proof(False, ("settings of run.py        NOT EQUAL", *changed), ())
     case = ported_case(result, folder, name)
     with waiting(Console(stderr=True), name), lines_in(folder):
-        examination = examine(case, "fp64")
+        try:
+            examination = examine(case, "fp64")
+        except UserError as error:  # as of random numbers that only one side draws
+            statement = _first_statement(case, folder)
+            raise UserError(f"{error}; {statement}" if statement else str(error)) from error
+        statement = at = None
         if not examination.verdict.passed:
-            examination = _with_settings(examine(case, "fp64", locate=True), result, folder)
+            statement = _first_statement(case, folder)
+            at = _at_fault(case, statement, result, folder)
+            examination = _placed(examine(case, "fp64", locate=True), at, result, folder)
     found = examination.verdict
     results = [Result(case, "fp64", settings_of(case), examination)]
     if result.training.autocast is not None and found.passed:
@@ -103,6 +115,8 @@ def prove(result: Ported, folder: Path, name: str) -> Proof:
     lines += [line for one in results[1:] for line in _accuracy(one)]
     if found.first_divergence is not None:
         lines += divergence(found.first_divergence).plain.splitlines()
+    elif (line := at or (None if statement is None else statement.line)) is not None:
+        lines.append(f"  in JAX             {source_line(*line)}")
     passed = is_equal and all(one.examination.verdict.passed for one in results)
     return Proof(passed, tuple(lines), cases)
 
@@ -115,15 +129,35 @@ def _accuracy(result: Result) -> list[str]:
     return [line, *found.faults]
 
 
-def _with_settings(examination: Examination, result: Ported, folder: Path) -> Examination:
-    """Return an examination whose differences of an update are at the setting of the recipe that it follows."""
+def _first_statement(case: "RecordedCase", folder: Path) -> Found | None:
+    """Return the first statement of the files in a folder that differs from PyTorch; None where they cannot be run."""
+    for file in folder.glob("**/*.py"):
+        linecache.checkcache(str(file))
+    steps = min(case.settings["steps"], case.turns + 2)
+    with contextlib.suppress(UserError):  # the error of the proof says more
+        return first_statement(case, folder, accumulate=case.settings["accumulate"], steps=steps)
+    return None
+
+
+def _at_fault(case: "RecordedCase", statement: Found | None, result: Ported, folder: Path) -> Line | None:
+    """Return the line of the statement that differs, or of the setting of the recipe that an update follows."""
+    if statement is not None and statement.what == "value":
+        return statement.line
+    found = at_fault(stages(case, accumulate=case.settings["accumulate"], steps=case.settings["steps"]))
+    if found is None or found.name not in ("clipped gradients", "optimizer state", "update"):
+        return None
+    setting = "optimizer" if found.name != "clipped gradients" or result.training.clips_itself else "clip_norm"
+    return str(folder / "run.py"), _line_with(folder / "run.py", f"    {setting}: ")
+
+
+def _placed(examination: Examination, at: Line | None, result: Ported, folder: Path) -> Examination:
+    """Return an examination whose first difference is at a line of the files."""
     found = examination.verdict.first_divergence
-    if found is None or found.jax_at is not None:
+    if found is None or (at is None and found.jax_at is not None):
         return examination
-    setting = "clip_norm" if found.stage == "clip" and not result.training.clips_itself else "optimizer"
-    file = folder / "run.py"
-    linecache.checkcache(str(file))
-    at = str(file), _line_with(file, f"    {setting}: ")
+    if at is None:
+        setting = "clip_norm" if found.stage == "clip" and not result.training.clips_itself else "optimizer"
+        at = str(folder / "run.py"), _line_with(folder / "run.py", f"    {setting}: ")
     placed = dataclasses.replace(found, jax_at=at, jax_source=source_line(*at))
     return dataclasses.replace(examination, verdict=dataclasses.replace(examination.verdict, first_divergence=placed))
 
@@ -144,7 +178,7 @@ def _changed_weight(case: "RecordedCase", result: Ported, folder: Path) -> list[
     theirs = 1 / result.training.accumulate
     if math.isclose(float(loss.weight), theirs, rel_tol=1e-6):
         return []
-    at = source_line(str(folder / "run.py"), _line_with(folder / "run.py", "    return jt.Loss("))
+    at = source_line(str(folder / "run.py"), _line_with(folder / "run.py", "    return "))
     return [f"the loss has the weight {float(loss.weight):g}, the script's {theirs:g} ({at})"]
 
 

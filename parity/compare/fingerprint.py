@@ -155,7 +155,7 @@ class Trace(Generic[Where]):
         if not np.isfinite(found.largest):
             return sources
         inputs = {i: self.values[i] for i in known}
-        alike = [i for i, x in inputs.items() if x.trained == trained and _near(found, x.fingerprint, UNCHANGED)]
+        alike = [i for i, x in inputs.items() if x.trained == trained and near(found, x.fingerprint, UNCHANGED)]
         if alike:
             return self._append_layout(alike, known, where, _order_of(value))
         if trained and found.squares <= NEGLIGIBLE**2 * max(given.fingerprint.squares for given in inputs.values()):
@@ -220,11 +220,11 @@ def counterparts(
     indices, table, kinds = (np.array(column) for column in zip(*rows, strict=True))
 
     def equal(value: Value[Where]) -> Sources:
-        near = np.zeros(len(rows), bool)
+        is_near = np.zeros(len(rows), bool)
         for found in (value.fingerprint, value.cropped):
             if found is not None:
-                near |= _near(found, table, tolerance if value.trained else of_constants)
-        return frozenset(indices[near & (kinds == value.trained)].tolist())
+                is_near |= near(found, table, tolerance if value.trained else of_constants)
+        return frozenset(indices[is_near & (kinds == value.trained)].tolist())
 
     with np.errstate(invalid="ignore"):
         return [equal(value) for value in ours.values]
@@ -268,7 +268,7 @@ def apart(one: Fingerprint, other: Fingerprint, tolerance: float = TOLERANCE) ->
     >>> apart(fingerprint(np.zeros(3)), fingerprint(np.ones(3)))
     True
     """
-    return not _near(one, other, tolerance)
+    return not near(one, other, tolerance)
 
 
 def correct(trace: Trace, matched: Iterable[int], forward: Collection[int]) -> set[int]:
@@ -355,8 +355,12 @@ def _says_nothing(value: np.ndarray) -> bool:
     return abs(float(first)) in (0.0, 1.0) and bool((value == first).all())
 
 
-def _near(one: Fingerprint, others: "Fingerprint | np.ndarray", tolerance: float) -> np.ndarray:
-    """Whether `one` equals each row of `others`."""
+def near(one: Fingerprint, others: "Fingerprint | np.ndarray", tolerance: float = TOLERANCE) -> np.ndarray:
+    """Return whether a fingerprint equals each row of others, float64[…, 4].
+
+    >>> near(fingerprint(np.ones(2)), np.array([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, -1.0]])).tolist()
+    [True, False]
+    """
     a, b = np.asarray(one), np.asarray(others)
     return (np.abs(a - b) <= tolerance * _scale(a, b)).all(-1)
 

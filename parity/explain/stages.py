@@ -180,7 +180,7 @@ def _compared(case: Case, seen: Sequence[Step], seed: int) -> Iterator[Compariso
     init, update = jit(optimizer.init), jit(optimizer.update)
     key, opt_state, micro_step = jax.random.key(seed), None, 0
     for number, step in enumerate(seen, start=1):
-        params, model_state = _to_jax(case, step.before.params, step.before.buffers)
+        params, model_state = to_jax(case, step.before.params, step.before.buffers)
         parts = []
         for batch in step.micro_batches:
             rng = micro_batch_key(key, micro_step)
@@ -191,10 +191,10 @@ def _compared(case: Case, seen: Sequence[Step], seed: int) -> Iterator[Compariso
         yield Comparison(number, "loss", {"loss": np.asarray(loss)}, {"loss": np.asarray(step.loss)})
         yield Comparison(number, "gradients", jax_side.to_torch(case, grads), step.grads)
         if case.clip_norm is not None:
-            clipped = jax_side.to_torch(case, clip(_to_jax(case, step.grads)[0]))
+            clipped = jax_side.to_torch(case, clip(to_jax(case, step.grads)[0]))
             yield Comparison(number, "clipped gradients", clipped, step.fed)
         opt_state = init(params) if opt_state is None else opt_state
-        updates, opt_state = update(_to_jax(case, step.fed)[0], opt_state, params, value=loss, metrics=metrics)
+        updates, opt_state = update(to_jax(case, step.fed)[0], opt_state, params, value=loss, metrics=metrics)
         for name, moment in jax_side.moments(case, opt_state).items():
             yield Comparison(number, "optimizer state", _named(name, moment), _named(name, step.after.moments[name]))
         changes = {name: x - step.before.params[name] for name, x in step.after.params.items()}
@@ -237,7 +237,7 @@ def _clip(case: Case) -> Callable[[Any], Any]:
     return lambda grads: clip_grad_norm(grads, case.clip_norm)[0]
 
 
-def _to_jax(case: Case, tensors: Tensors, buffers: Tensors | None = None) -> tuple[Any, Any]:
+def to_jax(case: Case, tensors: Tensors, buffers: Tensors | None = None) -> tuple[Any, Any]:
     """PyTorch's tensors as JAX's (parameters, model state), in float64."""
     table, buffers_table = case.tables
     params = jax_side.arrays(table.to_jax(tensors, like=case.params_like), "fp64")

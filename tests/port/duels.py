@@ -105,3 +105,22 @@ def duel(folder: Path, number: int) -> Path:
         )
     )
     return path
+
+
+CLAMPS = {
+    "data": "[p.data.clamp_(-0.2, 0.2) for p in D.parameters()]",
+    "no_grad": "with torch.no_grad(): [p.clip_(min=-0.2, max=0.2) for p in D.parameters()]",
+    "set data": "for p in D.parameters(): p.data = p.data.clamp(-0.2, 0.2)",
+    "copy": "with torch.no_grad(): [p.copy_(torch.clamp(p, -0.2, 0.2)) for p in D.parameters()]",
+    "weights alone": "D[0].weight.data.clamp_(min=-0.2); D[3].weight.detach().clamp_(-0.2, 0.2)",
+    "foreach": "params = [p.detach() for p in D.parameters()]\n"
+    "        torch._foreach_clamp_min_(params, -0.2); torch._foreach_clamp_max_(params, 0.2)",
+}
+
+
+def clamped(folder: Path, number: int, clamp: str) -> Path:
+    """Write a duel whose discriminator is clamped after its updates."""
+    path = duel(folder, number)
+    text = path.read_text()
+    path.write_text(text.replace("optimizer_d.step()", f"optimizer_d.step()\n        {CLAMPS[clamp]}"))
+    return path

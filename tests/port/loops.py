@@ -66,7 +66,8 @@ def written_port(path: Path, updates: int, *, is_fed: bool = True) -> Ported:
 @contextlib.contextmanager
 def changed(file: Path, old: str, new: str) -> Iterator[None]:
     """Change a written file while entered."""
-    text, run = file.read_text(), file.parent / "run.py"
+    text = file.read_text()
+    run = next(path for folder in file.parents if (path := folder / "run.py").exists())
     assert old in text
     own = run.read_text()
     run.write_text(f"{own}# with another {file.name}\n")  # files are imported once for each content

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jaxtrain.run import load_recipe
 from tests.mutation.mutants import sites
 
-from .duels import duel
+from .duels import clamped, duel
 from .feeds import feed
 from .loops import script
 from .teachers import teacher
@@ -44,6 +44,7 @@ MATERIAL = {
     ),
     "feed": lambda folder: feed(folder, 0),
     "duel": lambda folder: duel(folder, 35),
+    "clamped": lambda folder: clamped(folder, 2, "data"),
     "teacher": lambda folder: teacher(folder, 3),
 }
 LEFT_OUT = {"of", "joined", "__init__", "__next__", "evaluate", "script_2", "task"}
@@ -56,7 +57,8 @@ class Bug(NamedTuple):
 
     Attributes:
       file: The file.
-      lines: The first and the last line of the statement that is changed.
+      lines: The lines of the statement that is changed; of one that is removed, also those of the next one that reads
+        what it assigns.
       before: What is there.
       after: What is there in its place.
       text: The text of the file with it.
@@ -64,7 +66,7 @@ class Bug(NamedTuple):
     """
 
     file: str
-    lines: tuple[int, int]
+    lines: tuple[int, ...]
     before: str
     after: str
     text: str
@@ -103,10 +105,10 @@ def _in_code(folder: Path, file: str) -> Iterator[Bug]:
     for site in sites(file, text):
         mutant = site.mutant(text)
         if mutant is not None and mutant.line in lines:
-            first, last = lines[mutant.line]
-            if mutant.after == "pass":  # it has no line: the place is where its result would be used
-                last = lines.get(last + 2, (last, last))[1]
-            yield Bug(file, (first, last), mutant.before, mutant.after, mutant.source)
+            found = lines[mutant.line]
+            if mutant.after == "pass":
+                found += _users(text, found[0])
+            yield Bug(file, found, mutant.before, mutant.after, mutant.source)
 
 
 CALLS = (
@@ -160,16 +162,39 @@ def _in_settings(folder: Path) -> Iterator[Bug]:
 def _setting(text: str, name: str, before: object, value: object) -> Bug:
     changed = text.replace("    def task(self)", f"    {name}: object = {value!r}\n\n    def task(self)")
     number = next(i for i, line in enumerate(changed.splitlines(), 1) if line.startswith(f"    {name}: object"))
-    return Bug("run.py", (number, number), f"{name} {before}", str(value), changed, setting=name)
+    return Bug("run.py", (number,), f"{name} {before}", str(value), changed, setting=name)
 
 
-def _statements(text: str) -> dict[int, tuple[int, int]]:
-    """Return the first and the last line of the statement that each line of a function is in."""
+def _statements(text: str) -> dict[int, tuple[int, ...]]:
+    """Return the lines of the statement that each line of a function is in."""
     found = {}
     for function in ast.walk(ast.parse(text)):
         if isinstance(function, ast.FunctionDef) and function.name not in LEFT_OUT:
             for statement in function.body:
                 is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-                for number in range(statement.lineno, (statement.end_lineno or 0) + 1) if not is_text else ():
-                    found[number] = statement.lineno, statement.end_lineno or statement.lineno
+                for number in () if is_text else _lines(statement):
+                    found[number] = _lines(statement)
     return found
+
+
+def _lines(statement: ast.stmt) -> tuple[int, ...]:
+    return tuple(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
+
+
+def _users(text: str, line: int) -> tuple[int, ...]:
+    """Return the lines of the next statement that reads what the statement of a line assigns."""
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    body = next(f.body for f in functions if any(line == statement.lineno for statement in f.body))
+    (at,) = (i for i, statement in enumerate(body) if statement.lineno == line)
+    parts = {id(x.value) for x in ast.walk(ast.Module(body, [])) if isinstance(x, ast.Subscript) and _is_stored(x)}
+
+    def names(statement: ast.stmt, is_assigned: bool) -> set[str]:
+        found = (x for x in ast.walk(statement) if isinstance(x, ast.Name))
+        return {x.id for x in found if (_is_stored(x) or id(x) in parts) == is_assigned}
+
+    assigned = names(body[at], True)
+    return next((_lines(user) for user in body[at + 1 :] if assigned & names(user, False)), ())
+
+
+def _is_stored(node: ast.Name | ast.Subscript) -> bool:
+    return isinstance(node.ctx, ast.Store)
