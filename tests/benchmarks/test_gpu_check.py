@@ -6,14 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from benchmarks.gpu_check import __main__ as gpu_check
-from benchmarks.gpu_check import attention, passes, resume, steps
+from benchmarks.gpu_check import attention, correct, passes, precisions, resume, steps
 from benchmarks.gpu_check.parts import PARTS, Part
 from benchmarks.gpu_check.summary import summary
+from benchmarks.job import Job
 from jaxtrain.passes import policy
 from jaxtrain.step import LossProgram
 
@@ -116,8 +118,10 @@ def printed(capsys):
 
 
 def test_attention_that_is_wrong_is_reported(capsys, monkeypatch):
-    shape = attention.Shape(1, 32, 2, 1, segments=2)
+    shape = attention.Shape(1, 32, 2, 1, segments=2, window=16)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert attention.check(attention.Shape(1, 32, 2, 1, padding=0.25, softcap=1.0), "float32")
+        printed(capsys)
         assert attention.check(shape, "bfloat16")
         right = attention.attention
         monkeypatch.setattr(attention, "attention", lambda *args, **kwargs: right(*args, **{**kwargs, "window": 8}))
@@ -136,6 +140,104 @@ def test_a_pass_is_left_out_of_programs_that_are_traced_meanwhile():
         with passes.without(name):
             left = {**program.rewrites(), **program.of_gradient(in_loop=False)}
         assert rewrites.keys() - left.keys() == {name}
+
+
+class Counted:
+    """In place of `pairs.Steps`: a step is the passes of its program, and their number its predicted seconds."""
+
+    def __init__(self, workload, sizes):
+        self.case, self.job, self.whole = None, Job(workload, "jax", "bf16", feature="loop", sizes=sizes), {}
+
+    def variant(self, step, precision="bf16"):
+        whole = self.whole.setdefault(precision, step)
+        losses = [3.0, 2.0, 1.0, *range(30)] if step == whole else [3.0, 1.5, 1.25, *range(30)]
+        return SimpleNamespace(losses=losses, predicted={"predicted_s": len(step)}, precision=precision)
+
+
+def passes_of(case, job):
+    program = LossProgram(lambda params, batch, rng: None, policy(job.precision))
+    return {*program.rewrites(), *program.of_gradient(in_loop=False), job.feature}
+
+
+def test_each_pass_is_measured_beside_the_whole_program_of_its_precision(capsys, monkeypatch):
+    monkeypatch.setattr(passes, "Steps", Counted)
+    monkeypatch.setattr(passes, "train_step", passes_of)
+    monkeypatch.setattr(passes, "beside", lambda base, other: {"base": base.precision, "base_s": base.predicted})
+    passes.main(rehearse=True)
+    found = printed(capsys)
+    assert [x["without"] for x in found] == [x.name for x in passes.gpu_passes()]
+    for x in found:
+        assert x["base"] == x["precision"] == ("fp8" if x["without"] in passes.IN_8_BITS else "bf16")
+        count = x["base_s"]["predicted_s"]
+        assert (x["losses_apart"], x["predicted_of_base"]) == (0.5, (count - 1) / count)
+        assert x["predicted_peak_of_base"] is None
+
+
+@pytest.mark.parametrize(
+    ("scales", "skipped", "losses", "right"),
+    [
+        ([4, 2, 1, 1], [True, True, False, False], [3, 3, 3, 2], True),
+        ([4, 2, 2, 1], [True, True, False, False], [3, 3, 3, 2], False),
+        ([1, 1, 1, 1], [False, False, False, False], [3, 3, 3, 2], False),
+        ([4, 2, 1, 0.5], [True, True, True, True], [3, 3, 3, 2], False),
+        ([4, 2, 1, 1], [True, True, False, False], [3, 3, 3, 3], False),
+    ],
+)
+def test_precisions_are_measured_beside_bf16_and_a_scale_that_does_not_follow_overflows_fails(
+    scales, skipped, losses, right, capsys, monkeypatch
+):
+    seen = [
+        {"loss_scale": scale, "skipped": skip, "loss": loss}
+        for scale, skip, loss in zip(scales, skipped, losses, strict=True)
+    ]
+    case = SimpleNamespace(loss_fn=None, optimizer=SimpleNamespace(jax=None))
+    monkeypatch.setattr(Counted, "states", lambda self, step, count: seen, raising=False)
+    monkeypatch.setattr(precisions, "Steps", lambda *args: (x := Counted(*args), setattr(x, "case", case))[0])
+    monkeypatch.setattr(precisions, "train_step", passes_of)
+    monkeypatch.setattr(precisions, "jaxtrain_step", lambda *_, **options: options["accumulate"])
+    monkeypatch.setattr(precisions, "beside", lambda base, other: {"base": base.precision, "other": other.precision})
+    assert precisions.main(rehearse=True) == (not right)
+    *variants, last = printed(capsys)
+    assert [(x["other"], x["micro_batches"], x["feature"]) for x in variants] == [*precisions.VARIANTS]
+    assert {(x["base"], x["first_loss"], x["loss_after"], x["bf16_loss_after"]) for x in variants} == {
+        ("bf16", 3.0, precisions.STEPS - 4, precisions.STEPS - 4)
+    }
+    assert (last["what"], last["right"], last["skips"]) == ("fp16 with skips", right, sum(skipped))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "failed"), [(0.0, 0, False), (1.0, 0, True), (float("nan"), 0, True), (0.0, 1, True)]
+)
+def test_a_wrong_program_or_a_failing_test_fails(error, status, failed, capsys, monkeypatch):
+    ran = []
+    monkeypatch.setattr(correct, "PROGRAMS", {"first": error, "second": 0.0})
+    monkeypatch.setattr(correct, "error", lambda program: program)
+    monkeypatch.setattr(
+        correct.subprocess, "run", lambda *args, env, **_: ran.append(env) or SimpleNamespace(returncode=status)
+    )
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    assert correct.main() == failed
+    assert [x["right"] for x in printed(capsys)] == [error == 0.0, True]
+    assert [env["JAX_PLATFORMS"] for env in ran] == ["cuda"]
+
+
+def test_the_outcome_of_each_test_is_printed_once(capsys):
+    def report(when, outcome, text=""):
+        failed = outcome == "failed"
+        return SimpleNamespace(
+            nodeid=f"{when} {outcome}", when=when, outcome=outcome, failed=failed, longreprtext=text, duration=0.5
+        )
+
+    for when, outcome in (("setup", "passed"), ("call", "passed"), ("teardown", "passed"), ("setup", "skipped")):
+        correct.Lines().pytest_runtest_logreport(report(when, outcome))
+    correct.Lines().pytest_runtest_logreport(report("call", "failed", "def test():\nE  first\nE  last\n"))
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line]
+    assert [(x["test"], x["reason"]) for x in found] == [
+        ("call passed", ""),
+        ("setup skipped", ""),
+        ("call failed", "E  last"),
+    ]
+    assert {x["seconds"] for x in found} == {0.5}
 
 
 @pytest.mark.parametrize("differing", [None, *resume.SETTINGS])

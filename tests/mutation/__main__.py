@@ -144,12 +144,26 @@ def killer(root: Path, mutant: Mutant, laws: Mapping[str, float], seconds: float
         return path.read_text() if path.exists() else "timeout"
 
 
-def fails_without(root: Path, mutant: Mutant, law: str, seconds: float) -> bool:
-    """Return whether a law, or a file of laws, fails without the mutant, so that it says nothing about it."""
-    if law not in _WITHOUT:
-        original = mutant._replace(source=(ROOT / mutant.file).read_text())
-        _WITHOUT[law] = law.startswith("tests/") and killer(root, original, {law: 0.0}, seconds) != ""
-    return _WITHOUT[law]
+def fails_without(root: Path, mutant: Mutant, found: str, laws: Mapping[str, float], seconds: float) -> bool:
+    """Return whether a law, or a file of laws, fails without the mutant, so that it says nothing about it.
+
+    Args:
+      root: As `killer`.
+      mutant: A changed source file.
+      found: What `killer` returned.
+      laws: The laws that it ran.
+      seconds: As `killer`.
+
+    Raises:
+      SystemExit: Nothing runs without it either, as where `--reach` has laws that there are no more.
+    """
+    original, is_law = mutant._replace(source=(ROOT / mutant.file).read_text()), found.startswith("tests/")
+    if found not in _WITHOUT:
+        without = "" if found == "timeout" else killer(root, original, {found: 0.0} if is_law else laws, seconds)
+        _WITHOUT[found] = without != "" if is_law else without == found
+    if _WITHOUT[found] and not is_law:
+        raise SystemExit(f"{found} without a bug: delete the file of --reach, and see that the laws run")
+    return _WITHOUT[found]
 
 
 _WITHOUT: dict[str, bool] = {}
@@ -233,7 +247,7 @@ def main() -> None:
         for mutant in planted(args.count, args.sources, args.seed):
             laws, start = laws_of(mutant, reach, seconds, args.seconds), time.monotonic()
             found = killer(root, mutant, laws, args.seconds)
-            while found and fails_without(root, mutant, found, args.seconds):
+            while found and fails_without(root, mutant, found, laws, args.seconds):
                 laws = {law: x for law, x in laws.items() if found not in (law, file_of(law))}
                 found = killer(root, mutant, laws, args.seconds)
             outcome = found if found == "timeout" else "killed" if found else "survived"
