@@ -1,12 +1,12 @@
 """Plant bugs of one line all over the sources, and ask which law sees each: `python -m tests.mutation`.
 
 What is measured is whether the laws of its area see a bug within a minute. The bug is planted in a copy of the
-repository. The laws that executed its line run first, of those that continuous integration draws of this commit; then
+repository. The laws that executed its line run first, of those that continuous integration draws of this commit, and
 other cases of these tests; then those of tests that executed another line of the file, the nearest line first; then all
-others, those of the nearest files by the graph of imports first. Of each group the quickest run first, and of each test
-one case before another. A mutant is killed by a law that fails, and passes without it. It survives if all pass that the
-time holds; "timeout" is a first law that takes all of it. A survivor is a missing law, or no bug: a program that
-computes the same, a message, a matter of speed.
+others, those of the nearest files by the graph of imports first. Of each group the quickest run first, by the time that
+the cases of a test take together; a test of a few lines, often that of the function, takes none. A mutant is killed by
+a law that fails, and passes without it. It survives if all pass that the time holds; "timeout" is a first law that
+takes all of it. A survivor is a missing law, or no bug: a program that computes the same, a message, a matter of speed.
 """
 
 import argparse
@@ -205,23 +205,32 @@ def laws_of(
       seconds: How long laws take; the others take little.
       budget: Seconds of the laws together.
     """
-    nearness, executed = distances([mutant.file]), defaultdict[str, set[int]](set)
+    nearness, executed, sizes = distances([mutant.file]), defaultdict[str, set[int]](set), Counter[str]()
     for law, files in reach.items():
         executed[function_of(law)].update(files.get(mutant.file, ()))
-    order: dict[tuple[bool, int, int], dict[str, list[tuple[float, str]]]] = defaultdict(lambda: defaultdict(list))
+        sizes[function_of(law)] = max(sizes[function_of(law)], sum(map(len, files.values())))
+    order: dict[tuple[bool, int], dict[str, list[tuple[int, float, str]]]] = defaultdict(lambda: defaultdict(list))
     for law, files in reach.items():
         lines, far = executed[function_of(law)], nearness.get(file_of(law))
         if lines or far is not None:
             apart = min((abs(line - mutant.line) for line in lines), default=far or 0)
             drawn = 0 if mutant.line in files.get(mutant.file, ()) else 2 if files else 1
-            order[not lines, apart, drawn][function_of(law)].append((seconds.get(law, SHORT / 3), law))
+            order[not lines, apart][function_of(law)].append((drawn, seconds.get(law, SHORT / 3), law))
     chosen: dict[str, float] = {}
     for near in sorted(order):
-        cases = sorted((i, *case) for test in order[near].values() for i, case in enumerate(sorted(test)))
-        for _, took, law in cases:
+        cases = [
+            (i * took * min(1.0, (sizes[test] or _LINES) / _LINES), took, law)
+            for test, of_test in order[near].items()
+            for i, (_, took, law) in enumerate(sorted(of_test), 1)
+        ]
+        for _, took, law in sorted(cases):
             if took <= (budget - sum(chosen.values())) / 2:  # a long one leaves time for others
                 chosen[law] = took
     return chosen
+
+
+_LINES = 1000
+"""Lines of the sources from which a test is no longer one of a few functions, which takes no time."""
 
 
 def main() -> None:

@@ -116,6 +116,12 @@ def test_extrapolated_costs_are_those_of_the_larger_program():
     extrapolated, compiled = (costs.cost(found[n], larger, forms) for n in (512, 2048))
     for figure in ("nvlink_bytes", "network_bytes", "communication_s", "exposed_s", "units_per_s", "mfu"):
         assert getattr(extrapolated, figure) == pytest.approx(getattr(compiled, figure), rel=1e-3), figure
+    # Without forms along the axis that grows, parameters and gradients are all that is sent there.
+    of_params, *others = (
+        costs.cost(found[512], larger, x).nvlink_bytes
+        for x in (ClosedForms("fsdp", {}), None, ClosedForms("data", forms.coefficients))
+    )
+    assert [*others] == [of_params] * 2 != [extrapolated.nvlink_bytes] * 2
     program = found[2048].program
     assert min(program.product_seconds, program.traffic_seconds) > 0
     assert compiled.exposed_s == pytest.approx(program.exposed_seconds)
