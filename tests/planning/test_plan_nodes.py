@@ -126,6 +126,8 @@ def test_extrapolated_costs_are_those_of_the_larger_program():
     assert min(program.product_seconds, program.traffic_seconds) > 0
     assert compiled.exposed_s == pytest.approx(program.exposed_seconds)
     assert compiled.compute_s == pytest.approx(program.product_seconds + program.traffic_seconds)
+    assert compiled.batch_size == 2 * 2048
+    assert compiled.mfu == pytest.approx(10**12 / program.seconds / H100.ceilings.of_precision(recipe.precision))
     assert compiled.units_per_s == pytest.approx(compiled.batch_size * costs.task.units_per_row / program.seconds)
     assert 7 * compiled.network_bytes == pytest.approx(compiled.nvlink_bytes)
 
