@@ -1,6 +1,5 @@
 """Long runs of ported scripts: what the proof in float64 cannot see is noticed, and noise is not."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from jaxtrain.port.script import record
 from jaxtrain.port.understand import understood
 from jaxtrain.port.write import write
 from jaxtrain.run import load_recipe
-from parity.long_runs import OTHER_SEED, Seed, _how, script_runs, verdict, with_recipe
+from parity.long_runs import Seed, script_runs, verdict, with_recipe
 from parity.ported import prove
 
 from .duels import duel
@@ -124,15 +123,6 @@ def test_noise_is_not_noticed(noisy: Runs) -> None:
 
 def _made(losses: np.ndarray) -> list[Made]:
     return [Made(float(loss), (0.1,), "") for loss in losses]
-
-
-def test_seeds_have_their_own_batches_and_random_numbers(loop: Runs) -> None:
-    for seed in (1, 4):
-        plain, perturbed = _how(loop.training, loop.folder, seed)
-        assert (plain.data_seed, plain.model_seed, plain.is_perturbed) == (seed, seed, False)
-        assert (perturbed.data_seed, perturbed.model_seed, perturbed.is_perturbed) == (seed, seed + OTHER_SEED, True)
-    windows = replace(loop.training, accumulate=2)  # whose rows have one order
-    assert [run.data_seed for run in _how(windows, loop.folder, 4)] == [0, 0]
 
 
 def test_runs_of_one_distribution_rarely_need_more_seeds(loop: Runs) -> None:
