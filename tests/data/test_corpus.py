@@ -108,8 +108,6 @@ def test_tables_and_json_lines_are_tokenized_with_an_end_token(tmp_path, tokeniz
     texts = FileTokenizer(tokenizer_file)
     manifest = tokenize_corpus([tmp_path / f"rows.{kind}"], texts, tmp_path / "out", shard_tokens=3)
     assert (manifest.end, manifest.vocabulary, len(manifest.train) > 3) == (299, 300, True)
-    for shard in manifest.train:  # which ends with the document that fills it
-        assert load_file(tmp_path / "out" / shard.file)["offsets"][-2] < 3
     tokens = all_tokens(tmp_path / "out", "train") + all_tokens(tmp_path / "out", "validation")
     ends = [-1, *(i for i, token in enumerate(tokens) if token == 299)]
     found = [texts.decode(tokens[a + 1 : b]).replace(" ", "") for a, b in pairwise(ends)]

@@ -301,8 +301,8 @@ SOURCES = {
 @pytest.mark.parametrize(
     ("runs", "held", "update"),
     [
-        ([(9.0, 10), (0.5, 30), (1.5, 20)], True, None),
-        ([(9.0, 10), (0.5, 30), (2.5, 20)], False, 20),
+        ([(9.0, 20), (0.5, 30), (1.5, 10)], True, None),
+        ([(9.0, 20), (0.5, 30), (2.5, 10)], False, 10),
     ],
 )
 def test_the_median_of_the_seeds_decides_a_long_run(
