@@ -46,6 +46,8 @@ def run_limited(
             in_time = _pass_on(child, time.monotonic() + limit_s, file, on_result)
         finally:
             kill_tree(child.pid)
+            with suppress(ProcessLookupError):  # those that it left behind are nobody's children any more
+                os.killpg(child.pid, signal.SIGKILL)
             status = child.wait()
             if child.stdout is not None:
                 child.stdout.close()

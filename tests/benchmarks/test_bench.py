@@ -199,6 +199,7 @@ def test_a_module_that_pytorch_cannot_compile_is_timed_without(timed, tmp_path, 
     document = json.loads(path.read_text())
     assert [row["engine"] for row in document["rows"]] == ["jax", "jax", "torch_eager"]
     assert document["notes"][0] == "left out: mine.py::net by torch_compile in fp32: Unsupported"
+    assert document["notes"][0] in capsys.readouterr().out
     seconds["torch_eager"] = RunFailed("mine.py::net by torch_eager in fp32: out of memory")
     assert main(["bench", "mine.py::net"]) == 1
     assert capsys.readouterr().err == "jaxtrain: mine.py::net by torch_eager in fp32: out of memory\n"

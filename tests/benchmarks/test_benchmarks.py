@@ -124,6 +124,15 @@ def test_a_window_equals_separate_micro_steps():
     np.testing.assert_allclose(micro_steps.losses, window.losses, rtol=1e-6)
 
 
+def test_pytorch_compiles_the_model_of_the_compiled_engine_alone(monkeypatch):
+    compiled = []
+    monkeypatch.setattr("torch.compile", lambda model: compiled.append(model) or model)
+    for name, count in (("torch_eager", 0), ("torch_compile", 1)):
+        built = engine(small_job(name), WORKLOADS["gpt2-tiny"])
+        assert len(compiled) == count
+        assert (built.compile_s is not None) == (built.warm_compile_s is not None) == bool(count)
+
+
 @pytest.mark.parametrize("feature", sorted({*run.STEPS, *run.SAVES}))
 def test_runs_with_guards_and_saves_can_be_timed(feature, monkeypatch):
     small = {"n_layer": 1, "n_embd": 8, "n_head": 1, "seq_len": 8, "batch_size": 2, "log_every": 2}

@@ -5,15 +5,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from benchmarks.gpu_check import __main__ as gpu_check
-from benchmarks.gpu_check import attention, passes, resume, steps
+from benchmarks.gpu_check import attention, correct, passes, precisions, resume, steps
 from benchmarks.gpu_check.parts import PARTS, Part
 from benchmarks.gpu_check.summary import summary
+from benchmarks.job import Job
 from jaxtrain.passes import policy
 from jaxtrain.step import LossProgram
 
@@ -25,6 +28,7 @@ HANG = (
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True); "
     "print(json.dumps({'what': 'child', 'pid': child.pid}), flush=True); time.sleep(60)"
 )
+LEAVE = HANG.replace(", start_new_session=True", "").removesuffix("; time.sleep(60)")
 
 
 @pytest.fixture
@@ -47,15 +51,17 @@ def test_a_part_that_hangs_or_fails_costs_only_its_own_limit(on_machine, tmp_pat
     parts = [
         Part(1, "hangs", 0.5, ("-c", EMIT + HANG)),
         Part(2, "fails", 10.0, ("-c", f"{EMIT}raise ValueError('wrong answer')")),
-        Part(3, "ends", 10.0, ("-c", f"{EMIT}print('noise')")),
+        Part(3, "ends", 5.0, ("-c", f"{EMIT}print('noise'); {LEAVE}")),
     ]
+    begin = time.monotonic()
     assert gpu_check.main(["--rehearse", str(tmp_path)], parts) == 1
     found = results(tmp_path)
     ends = {x["part"]: x["outcome"] for x in found if x["what"] == "end"}
     assert ends == {1: "stopped after 2 s", 2: "failed: ValueError: wrong answer", 3: "done"}
     assert [x["part"] for x in found if x["what"] == "figure"] == [1, 2, 3]
-    (child,) = (x["pid"] for x in found if x["what"] == "child")
-    assert not is_running(child)
+    assert time.monotonic() - begin < 20  # a process that is left behind has the output still open
+    children = [x["pid"] for x in found if x["what"] == "child"]
+    assert [is_running(child) for child in children] == [False, False]
     assert (tmp_path / "part-3.log").read_text() == "noise\n"
     page = (tmp_path / "summary.md").read_text()
     assert all(line in page for line in ("A rehearsal on a CPU", "## 1. hangs", "| step_s |", *ends.values()))
@@ -116,8 +122,10 @@ def printed(capsys):
 
 
 def test_attention_that_is_wrong_is_reported(capsys, monkeypatch):
-    shape = attention.Shape(1, 32, 2, 1, segments=2)
+    shape = attention.Shape(1, 32, 2, 1, segments=2, window=16)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert attention.check(attention.Shape(1, 32, 2, 1, padding=0.25, softcap=1.0), "float32")
+        printed(capsys)
         assert attention.check(shape, "bfloat16")
         right = attention.attention
         monkeypatch.setattr(attention, "attention", lambda *args, **kwargs: right(*args, **{**kwargs, "window": 8}))
@@ -136,6 +144,112 @@ def test_a_pass_is_left_out_of_programs_that_are_traced_meanwhile():
         with passes.without(name):
             left = {**program.rewrites(), **program.of_gradient(in_loop=False)}
         assert rewrites.keys() - left.keys() == {name}
+
+
+class Counted:
+    """In place of `pairs.Steps`: a step is the passes of its program, and their number its predicted seconds."""
+
+    case = None
+
+    def __init__(self, workload, sizes):
+        self.job, self.whole = Job(workload, "jax", "bf16", feature="loop", sizes=sizes), {}
+
+    def variant(self, step, precision="bf16"):
+        whole = self.whole.setdefault(precision, step)
+        losses = [3.0, 2.0, 1.0, *range(30)] if step == whole else [3.0, 1.5, 1.25, *range(30)]
+        return SimpleNamespace(losses=losses, predicted={"predicted_s": len(step)}, precision=precision)
+
+
+def passes_of(case, job):
+    program = LossProgram(lambda params, batch, rng: None, policy(job.precision))
+    return {*program.rewrites(), *program.of_gradient(in_loop=False), job.feature}
+
+
+def test_each_pass_is_measured_beside_the_whole_program_of_its_precision(capsys, monkeypatch):
+    monkeypatch.setattr(passes, "Steps", Counted)
+    monkeypatch.setattr(passes, "train_step", passes_of)
+    monkeypatch.setattr(passes, "beside", lambda base, other: {"base": base.precision, "base_s": base.predicted})
+    passes.main(rehearse=True)
+    found = printed(capsys)
+    assert [x["without"] for x in found] == [x.name for x in passes.gpu_passes()]
+    for x in found:
+        assert x["base"] == x["precision"] == ("fp8" if x["without"] in passes.IN_8_BITS else "bf16")
+        count = x["base_s"]["predicted_s"]
+        assert (x["losses_apart"], x["predicted_of_base"]) == (0.5, (count - 1) / count)
+        assert x["predicted_peak_of_base"] is None
+
+
+@pytest.mark.parametrize(
+    ("scales", "skipped", "losses", "right"),
+    [
+        ([4, 2, 1, 1], [True, True, False, False], [3, 3, 3, 2], True),
+        ([4, 2, 2, 1], [True, True, False, False], [3, 3, 3, 2], False),
+        ([1, 1, 1, 1], [False, False, False, False], [3, 3, 3, 2], False),
+        ([4, 2, 1, 0.5], [True, True, True, True], [3, 3, 3, 2], False),
+        ([4, 2, 1, 1], [True, True, False, False], [3, 3, 3, 3], False),
+    ],
+)
+def test_precisions_are_measured_beside_bf16_and_a_scale_that_does_not_follow_overflows_fails(
+    scales, skipped, losses, right, capsys, monkeypatch
+):
+    seen = [
+        {"loss_scale": scale, "skipped": skip, "loss": loss}
+        for scale, skip, loss in zip(scales, skipped, losses, strict=True)
+    ]
+    case, given = SimpleNamespace(loss_fn="loss", optimizer=SimpleNamespace(jax="optimizer")), []
+    monkeypatch.setattr(Counted, "states", lambda self, step, count: seen, raising=False)
+    monkeypatch.setattr(Counted, "case", case)
+    monkeypatch.setattr(precisions, "Steps", Counted)
+    monkeypatch.setattr(precisions, "train_step", passes_of)
+    monkeypatch.setattr(
+        precisions, "jaxtrain_step", lambda *args, **options: given.append((*args, options["precision"]))
+    )
+    monkeypatch.setattr(precisions, "beside", lambda base, other: {"base": base.precision, "other": other.precision})
+    assert precisions.main(rehearse=True) == (not right)
+    assert given == [("loss", "optimizer", "fp16")]
+    *variants, last = printed(capsys)
+    assert [(x["other"], x["micro_batches"], x["feature"]) for x in variants] == [*precisions.VARIANTS]
+    assert {(x["base"], x["first_loss"], x["loss_after"], x["bf16_loss_after"]) for x in variants} == {
+        ("bf16", 3.0, precisions.STEPS - 4, precisions.STEPS - 4)
+    }
+    assert (last["what"], last["right"], last["skips"]) == ("fp16 with skips", right, sum(skipped))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "failed"),
+    [(correct.BOUND, 0, False), (2 * correct.BOUND, 0, True), (float("nan"), 0, True), (0.0, 1, True)],
+)
+def test_a_wrong_program_or_a_failing_test_fails(error, status, failed, capsys, monkeypatch):
+    ran = []
+    monkeypatch.setattr(correct, "PROGRAMS", {"first": error, "second": 0.0})
+    monkeypatch.setattr(correct, "error", lambda program: program)
+    monkeypatch.setattr(
+        correct.subprocess, "run", lambda *args, env, **_: ran.append(env) or SimpleNamespace(returncode=status)
+    )
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    assert correct.main() == failed
+    assert [x["right"] for x in printed(capsys)] == [error <= correct.BOUND, True]
+    assert [env["JAX_PLATFORMS"] for env in ran] == ["cuda"]
+
+
+def test_the_outcome_of_each_test_is_printed_once(capsys):
+    def report(when, outcome, text):
+        failed = outcome == "failed"
+        return SimpleNamespace(
+            nodeid=f"{when} {outcome}", when=when, outcome=outcome, failed=failed, longreprtext=text, duration=0.5
+        )
+
+    failure = "def test():\nE  first\nE  last\n"
+    for when, outcome in (("setup", "passed"), ("call", "passed"), ("setup", "skipped"), ("call", "failed")):
+        print(".", end="")  # as pytest
+        correct.Lines().pytest_runtest_logreport(report(when, outcome, failure))
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [(x["test"], x["reason"]) for x in found] == [
+        ("call passed", ""),
+        ("setup skipped", ""),
+        ("call failed", "E  last"),
+    ]
+    assert {x["seconds"] for x in found} == {0.5}
 
 
 @pytest.mark.parametrize("differing", [None, *resume.SETTINGS])

@@ -217,6 +217,47 @@ def test_buffers_name_the_source_line():
     assert (size, largest.shape, largest.line) == (64 * 32 * 4 + 64 * 4, "f32[64,32]", "model.py:7")
 
 
+FRAMES = """
+FileNames
+1 "/python/site-packages/jax/_src/lax.py"
+2 "/home/user/model.py"
+3 "/home/user/train.py"
+
+FunctionNames
+1 "tanh"
+2 "block"
+3 "step"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=5}
+2 {file_name_id=2 function_name_id=2 line=7}
+3 {file_name_id=3 function_name_id=3 line=9}
+
+StackFrames
+1 {file_location_id=3 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=1 parent_frame_id=3}
+4 {file_location_id=1 parent_frame_id=1}
+
+ENTRY %main (x: f32[]) -> f32[] {
+"""
+
+
+@pytest.mark.parametrize(
+    ("metadata", "line", "functions"),
+    [
+        ("stack_frame_id=1", "user/train.py:9", ["step"]),
+        ("stack_frame_id=3", "user/model.py:7", ["tanh", "block", "step"]),
+        ("stack_frame_id=4", "_src/lax.py:5", ["tanh"]),
+        ('source_file="/home/user/model.py" source_line=7', "model.py:7", []),
+        ('op_name="tanh"', "", []),
+    ],
+)
+def test_an_instruction_has_the_line_of_its_innermost_frame_outside_of_libraries(metadata, line, functions):
+    located = SourceLines(FRAMES).locate(f"%y = f32[] tanh(%x), metadata={{{metadata}}}")
+    assert located == (line, functions)
+
+
 def test_the_host_waits_at_conditionals_and_at_loops_of_unknown_length():
     assert read(LOOP.replace(TRIPS, "")).host_waits == 1
     bounded = read(LOOP.replace(TRIPS, ', metadata={op_name="jit(step)/at_most_9_times/while"}'))

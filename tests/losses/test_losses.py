@@ -396,6 +396,8 @@ def test_under_autocast_a_loss_is_float32_and_its_inputs_are_widened_once(name):
             )
         ),
         (lambda: losses.smooth_l1(jnp.zeros(2), jnp.zeros(2), beta=-1.0), r"beta must be at least 0, got -1\.0"),
+        (lambda: losses.dpo(*[jnp.zeros(2)] * 4, beta=0.0), r"beta must be positive, got 0\.0"),
+        (lambda: losses.ipo(*[jnp.zeros(2)] * 6, beta=0.0), r"beta must be positive, got 0\.0"),
         (lambda: losses.huber(jnp.zeros(2), jnp.zeros(2), delta=0.0), r"delta must be positive, got 0\.0"),
         (lambda: losses.cosine_embedding(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 1))), r"targets \[2, 1\]"),
         (lambda: losses.clip(jnp.zeros((2, 3))), r"similarities must be \[N, N\], one text per image, got \[2, 3\]"),

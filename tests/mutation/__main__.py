@@ -1,12 +1,12 @@
 """Plant bugs of one line all over the sources, and ask which law sees each: `python -m tests.mutation`.
 
 What is measured is whether the laws of its area see a bug within a minute. The bug is planted in a copy of the
-repository. The laws that executed its line run first, of those that continuous integration draws of this commit; then
+repository. The laws that executed its line run first, of those that continuous integration draws of this commit, and
 other cases of these tests; then those of tests that executed another line of the file, the nearest line first; then all
-others, those of the nearest files by the graph of imports first. Of each group the quickest run first, and of each test
-one case before another. A mutant is killed by a law that fails, and passes without it. It survives if all pass that the
-time holds; "timeout" is a first law that takes all of it. A survivor is a missing law, or no bug: a program that
-computes the same, a message, a matter of speed.
+others, those of the nearest files by the graph of imports first. Of each group the quickest run first, by the time that
+the cases of a test take together; a test of a few lines, often that of the function, takes none. A mutant is killed by
+a law that fails, and passes without it. It survives if all pass that the time holds; "timeout" is a first law that
+takes all of it. A survivor is a missing law, or no bug: a program that computes the same, a message, a matter of speed.
 """
 
 import argparse
@@ -144,12 +144,26 @@ def killer(root: Path, mutant: Mutant, laws: Mapping[str, float], seconds: float
         return path.read_text() if path.exists() else "timeout"
 
 
-def fails_without(root: Path, mutant: Mutant, law: str, seconds: float) -> bool:
-    """Return whether a law, or a file of laws, fails without the mutant, so that it says nothing about it."""
-    if law not in _WITHOUT:
-        original = mutant._replace(source=(ROOT / mutant.file).read_text())
-        _WITHOUT[law] = law.startswith("tests/") and killer(root, original, {law: 0.0}, seconds) != ""
-    return _WITHOUT[law]
+def fails_without(root: Path, mutant: Mutant, found: str, laws: Mapping[str, float], seconds: float) -> bool:
+    """Return whether a law, or a file of laws, fails without the mutant, so that it says nothing about it.
+
+    Args:
+      root: As `killer`.
+      mutant: A changed source file.
+      found: What `killer` returned.
+      laws: The laws that it ran.
+      seconds: As `killer`.
+
+    Raises:
+      SystemExit: Nothing runs without it either, as where `--reach` has laws that there are no more.
+    """
+    original, is_law = mutant._replace(source=(ROOT / mutant.file).read_text()), found.startswith("tests/")
+    if found not in _WITHOUT:
+        without = "" if found == "timeout" else killer(root, original, {found: 0.0} if is_law else laws, seconds)
+        _WITHOUT[found] = without != "" if is_law else without == found
+    if _WITHOUT[found] and not is_law:
+        raise SystemExit(f"{found} without a bug: delete the file of --reach, and see that the laws run")
+    return _WITHOUT[found]
 
 
 _WITHOUT: dict[str, bool] = {}
@@ -191,23 +205,32 @@ def laws_of(
       seconds: How long laws take; the others take little.
       budget: Seconds of the laws together.
     """
-    nearness, executed = distances([mutant.file]), defaultdict[str, set[int]](set)
+    nearness, executed, sizes = distances([mutant.file]), defaultdict[str, set[int]](set), Counter[str]()
     for law, files in reach.items():
         executed[function_of(law)].update(files.get(mutant.file, ()))
-    order: dict[tuple[bool, int, int], dict[str, list[tuple[float, str]]]] = defaultdict(lambda: defaultdict(list))
+        sizes[function_of(law)] = max(sizes[function_of(law)], sum(map(len, files.values())))
+    order: dict[tuple[bool, int], dict[str, list[tuple[int, float, str]]]] = defaultdict(lambda: defaultdict(list))
     for law, files in reach.items():
         lines, far = executed[function_of(law)], nearness.get(file_of(law))
         if lines or far is not None:
             apart = min((abs(line - mutant.line) for line in lines), default=far or 0)
             drawn = 0 if mutant.line in files.get(mutant.file, ()) else 2 if files else 1
-            order[not lines, apart, drawn][function_of(law)].append((seconds.get(law, SHORT / 3), law))
+            order[not lines, apart][function_of(law)].append((drawn, seconds.get(law, SHORT / 3), law))
     chosen: dict[str, float] = {}
     for near in sorted(order):
-        cases = sorted((i, *case) for test in order[near].values() for i, case in enumerate(sorted(test)))
-        for _, took, law in cases:
+        cases = [
+            (i * took * min(1.0, (sizes[test] or _LINES) / _LINES), took, law)
+            for test, of_test in order[near].items()
+            for i, (_, took, law) in enumerate(sorted(of_test), 1)
+        ]
+        for _, took, law in sorted(cases):
             if took <= (budget - sum(chosen.values())) / 2:  # a long one leaves time for others
                 chosen[law] = took
     return chosen
+
+
+_LINES = 1000
+"""Lines of the sources from which a test is no longer one of a few functions, which takes no time."""
 
 
 def main() -> None:
@@ -233,7 +256,7 @@ def main() -> None:
         for mutant in planted(args.count, args.sources, args.seed):
             laws, start = laws_of(mutant, reach, seconds, args.seconds), time.monotonic()
             found = killer(root, mutant, laws, args.seconds)
-            while found and fails_without(root, mutant, found, args.seconds):
+            while found and fails_without(root, mutant, found, laws, args.seconds):
                 laws = {law: x for law, x in laws.items() if found not in (law, file_of(law))}
                 found = killer(root, mutant, laws, args.seconds)
             outcome = found if found == "timeout" else "killed" if found else "survived"

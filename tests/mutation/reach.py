@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = tuple(f"{ROOT / folder}{os.sep}" for folder in ("jaxtrain", "parity"))
+SOURCES = tuple(f"{ROOT / folder}{os.sep}" for folder in ("jaxtrain", "parity", "benchmarks"))
 PATH = "MUTATION_REACH"
 """Environment variable with the file that the lines are written to, as {test: {file: [line, …]}}."""
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from jaxtrain.errors import UserError
-from jaxtrain.observe import read_record, write_report, write_result
+from jaxtrain.observe import read_record, write_facts, write_report, write_result
 from jaxtrain.observe.charts import chart_data
 from jaxtrain.observe.error_analysis import ErrorAnalysis, write_error_page
 from jaxtrain.observe.predictions import Predictions
@@ -29,9 +29,16 @@ def text_of(html: str) -> str:
 def test_a_page_shows_the_metrics_and_the_changed_settings(tmp_path):
     run = write_run(tmp_path / "run")
     write_result(run, step=40, references={"class entropy": 2.302}, sample=None)
+    write_facts(run, {"training_data": "1,437 rows"})
     seen = text_of(render_report([read_record(run)]))
     for fact in (
-        *("digits-mlp", "step 40 of 40", "best validation loss 0.07317 step 40", "validation accuracy 1.000 step 40"),
+        *(
+            "training data 1,437 rows",
+            "digits-mlp",
+            "step 40 of 40",
+            "best validation loss 0.07317 step 40",
+            "validation accuracy 1.000 step 40",
+        ),
         *(
             "class entropy 2.302 to be beaten",
             "examples per second 400 median",

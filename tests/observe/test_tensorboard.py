@@ -17,7 +17,7 @@ from jaxtrain.observe.dashboards.final_events import log_error_analysis, log_fin
 from jaxtrain.observe.dashboards.tensorboard import Events
 from jaxtrain.observe.error_analysis import ErrorAnalysis
 from jaxtrain.observe.histograms import BINS, histograms
-from jaxtrain.observe.pictures import confusion_picture
+from jaxtrain.observe.pictures import confusion_picture, image_of
 from jaxtrain.observe.predictions import Predictions
 from jaxtrain.recipes import RECIPES
 
@@ -96,6 +96,18 @@ def test_the_confusion_image_is_darkest_for_the_largest_shares():
     assert light[0, 0] < light[2, 1] == light[2, 2] < light[0, 1] < light[0, 2] == light[1, 1] == 3 * 255
 
 
+@pytest.mark.parametrize(
+    ("values", "pixels"),
+    [([-1.0, 0.0, 3.0], [0, 64, 255]), ([0.0, 0.25, 0.5], [0, 64, 128]), ([1.0, 2.0, 4.0], [64, 128, 255])],
+)
+def test_images_are_shown_from_the_lowest_to_the_highest_value_or_from_0_to_1(values, pixels):
+    image = np.array(values)[None, :, None]
+    assert image_of({"image": image}).tolist() == [pixels]
+    assert image_of({"image": image.repeat(3, -1)}).tolist() == [[[x] * 3 for x in pixels]]
+    assert image_of({"image": np.array(pixels, np.uint8)[None, :, None]}).tolist() == [pixels]
+    assert image_of({"image": image.repeat(2, -1)}) is None
+
+
 def test_the_worst_examples_of_a_language_model_are_texts(tmp_path):
     source = RECIPES["digits-mlp"].task().validation
     tokens = np.tile(np.frombuffer(b"def f", np.uint8).astype(np.int32), (len(source), 1))
@@ -103,6 +115,8 @@ def test_the_worst_examples_of_a_language_model_are_texts(tmp_path):
     weight = ones * [1, 0, 1, 1, 1]
     found = Predictions(ones * np.arange(len(source))[:, None], weight, tokens, tokens, ones / 2)
     analysis = evaluated(found, texts=ByteTokenizer(), class_names=())
+    mean = (len(source) - 1) / 2
+    assert analysis.kinds() == {"letters": (3 * len(source), mean), "whitespace": (len(source), mean)}
     assert [(x.text, x.loss) for x in analysis.tokens(3)] == [("d", 3), ("e", None), ("f", 3), (" ", 3), ("f", 3)]
     log_error_analysis(tmp_path / "tb", analysis, worst=1)
     events = read(tmp_path / "tb")

@@ -4,13 +4,14 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from parity.cli import main
-from parity.verify import PortVerdict, verify
+from parity.verify import PortVerdict, behaviour, verify
 from parity.verify.contract import read_contract
 from parity.verify.planted import Planted
 from parity.verify.source_case import source_case
@@ -295,6 +296,38 @@ SOURCES = {
     "no schedule": ("torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 40], gamma=0.5)", "None", "returned NoneType"),
     "dropout": ("functional.gelu(self.fc1(x))", "functional.dropout(functional.gelu(self.fc1(x)))", "dropout"),
 }
+
+
+@pytest.mark.parametrize(
+    ("runs", "held", "update"),
+    [
+        ([(9.0, 20), (0.5, 30), (1.5, 10)], True, None),
+        ([(9.0, 20), (0.5, 30), (2.5, 10)], False, 10),
+    ],
+)
+def test_the_median_of_the_seeds_decides_a_long_run(
+    runs: list[tuple[float, int]], held: bool, update: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(behaviour, "PortProgram", lambda *_: None)
+    monkeypatch.setattr(behaviour, "_ratio", lambda case, program, seed: runs[seed - 5])
+    found = behaviour.behaviour(SimpleNamespace(most=lambda updates: updates), None, 5)  # type: ignore[arg-type]
+    assert isinstance(found, behaviour.Held) == held
+    if isinstance(found, behaviour.Difference):
+        assert (found.update, found.distance) == (update, 2.5)
+    else:
+        assert found.figures == {"seed 1": 9.0, "seed 2": 0.5, "seed 3": 1.5}
+
+
+def test_the_distance_of_curves_is_that_of_means_over_windows() -> None:
+    """Rounding of single updates cancels in a window; the last window may be shorter."""
+    reference = np.linspace(3.0, 1.0, 25)
+    noise = np.where(np.arange(25) % 2, 0.1, -0.1)
+    noise[20:] = 0.0
+    shift = np.repeat([0.0, 0.3, 0.4], 10)[:25]
+    far, update = behaviour.distance(reference + noise + shift, reference)
+    assert (far, update) == (pytest.approx(0.5 / 3**0.5), 25)
+    assert behaviour.distance(reference - shift[::-1], reference)[1] == 10
+    assert behaviour.distance([*reference[:-1], np.nan], reference)[0] == np.inf
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -43,6 +43,7 @@ def text(mesh):
         f"%g = (f32[{gathered // f}]{{0}}, f32[{gathered}]{{0}}) all-gather-start(%p), replica_groups={groups}",
         f"%y = bf16[8192,8192]{{1,0}} {product}",
         f"%whole = f32[{gathered}]{{0}} all-gather-done(%g)",
+        "%z = bf16[8192,8192]{1,0} negate(%y)",
         f"%s = f32[{GATHERED // f}]{{0}} reduce-scatter(%whole), replica_groups={groups}, to_apply=%add",
         f"ROOT %r = f32[{GATHERED // f}]{{0}} all-reduce(%s), replica_groups={across}, to_apply=%add",
     ]
@@ -115,7 +116,19 @@ def test_extrapolated_costs_are_those_of_the_larger_program():
     extrapolated, compiled = (costs.cost(found[n], larger, forms) for n in (512, 2048))
     for figure in ("nvlink_bytes", "network_bytes", "communication_s", "exposed_s", "units_per_s", "mfu"):
         assert getattr(extrapolated, figure) == pytest.approx(getattr(compiled, figure), rel=1e-3), figure
-    assert compiled.exposed_s == pytest.approx(found[2048].program.exposed_seconds)
+    # Without forms along the axis that grows, parameters and gradients are all that is sent there.
+    of_params, *others = (
+        costs.cost(found[512], larger, x).nvlink_bytes
+        for x in (ClosedForms("fsdp", {}), None, ClosedForms("data", forms.coefficients))
+    )
+    assert [*others] == [of_params] * 2 != [extrapolated.nvlink_bytes] * 2
+    program = found[2048].program
+    assert min(program.product_seconds, program.traffic_seconds) > 0
+    assert compiled.exposed_s == pytest.approx(program.exposed_seconds)
+    assert compiled.compute_s == pytest.approx(program.product_seconds + program.traffic_seconds)
+    assert compiled.batch_size == 2 * 2048
+    assert compiled.mfu == pytest.approx(10**12 / program.seconds / H100.ceilings.of_precision(recipe.precision))
+    assert compiled.units_per_s == pytest.approx(compiled.batch_size * costs.task.units_per_row / program.seconds)
     assert 7 * compiled.network_bytes == pytest.approx(compiled.nvlink_bytes)
 
 

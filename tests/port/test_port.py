@@ -16,6 +16,7 @@ from jaxtrain.cli import main
 from jaxtrain.errors import UserError
 from jaxtrain.port.data import ScriptRows, script_loader
 from jaxtrain.port.ported import ported
+from jaxtrain.port.recipe_source import _loss_source
 from jaxtrain.port.rerun import check_rerun, set_start
 from jaxtrain.port.script import record
 from jaxtrain.port.understand import understood
@@ -303,6 +304,16 @@ def test_a_recipe_counts_the_epochs_of_the_script(small) -> None:
     result, _ = small
     assert result.training.epoch == 7
     assert dataclasses.asdict(result.training.programs[0][1])["leaves"].keys() == {"x", "y"}
+
+
+def test_the_step_clips_by_the_norm_and_a_micro_batch_has_its_share_of_a_window(small) -> None:
+    result, folder = small
+    recipe = load_recipe(f"{folder / 'run.py'}::Run")[1]
+    assert recipe.clip_norm == 0.2
+    assert str(recipe.optimizer).startswith("sgd(learning_rate=0.1, momentum=0.9,")
+    for k, weight in ((1, "1"), (2, "1 / 2"), (3, "1 / 3")):
+        window = dataclasses.replace(result.training, accumulate=k)
+        assert f"jt.Loss(loss, {weight})," in _loss_source(dataclasses.replace(result, training=window))
 
 
 CODEBOOK = """

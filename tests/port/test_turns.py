@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.errors import UserError
+from jaxtrain.port.calls import Value
 from jaxtrain.port.recipe_source import INPUTS
 from jaxtrain.port.rerun import check_rerun
 from jaxtrain.port.script import record
+from jaxtrain.port.turns import _memory
 from jaxtrain.port.understand import understood
 from parity.ported import prove
 
@@ -28,6 +30,15 @@ def test_a_generated_script_is_understood_to_the_bit(tmp_path: Path, number: int
     names = [{root.name for root in turn.cut.roots if root.kind == "input"} for turn in training.turns]
     assert names[0] == {"noise"} | ({"target"} if "target" in names[0] else set())
     assert {"noise", "real"} <= names[1]
+
+
+def test_memory_that_was_freed_between_updates_is_another_one() -> None:
+    """Tensors of one place share it within an update; those after the update before have it only if one was there."""
+    a, b, c, d, e = map(Value, range(5))
+    found = _memory({a: 7, c: 7, d: 1, e: 1}, {a: 3, b: 9})
+    assert found == {c: 3, d: found[e], e: found[e]}
+    assert found[e] not in (3, 9)
+    assert len(set(_memory({a: 5, b: 6}, {}).values())) == 2
 
 
 @pytest.fixture(scope="module")

@@ -362,6 +362,7 @@ INVALID = {
     "backoff_factor must be in (0, 1), got 1.0": lambda: dynamic_loss_scale(backoff_factor=1.0),
     "backoff_factor must be in (0, 1), got 0": lambda: dynamic_loss_scale(backoff_factor=0),
     "growth_interval must be an integer in [1, 2**31), got 0": lambda: dynamic_loss_scale(growth_interval=0),
+    f"growth_interval must be an integer in [1, 2**31), got {2**31}": lambda: dynamic_loss_scale(growth_interval=2**31),
     "growth_interval must be an integer in [1, 2**31), got 2.5": lambda: dynamic_loss_scale(growth_interval=2.5),
     "init_scale must be a positive float32, got 0.0": lambda: dynamic_loss_scale(0.0),
     "init_scale must be a positive float32, got -2": lambda: dynamic_loss_scale(-2),
@@ -380,6 +381,9 @@ INVALID = {
     "got 0.0: use 65536": lambda: load_state_dict({**SAVED, "scale": 0.0}),
     "_growth_tracker must be an integer in [0, 2**31), got -1": lambda: load_state_dict(
         {**SAVED, "_growth_tracker": -1}
+    ),
+    f"_growth_tracker must be an integer in [0, 2**31), got {2**31}": lambda: load_state_dict(
+        {**SAVED, "_growth_tracker": 2**31}
     ),
     "growth_interval must be an integer in [1, 2**31), got -5": lambda: load_state_dict(
         {**SAVED, "growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": -5}
