@@ -52,6 +52,7 @@ __all__ = [
     "ScriptRows",
     "any_size",
     "arrays",
+    "batch_shapes",
     "clamps",
     "cut",
     "data",
