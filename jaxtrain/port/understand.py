@@ -3,6 +3,7 @@
 Whatever differs from this is refused, with the line of the script.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,6 +37,8 @@ def understood(recording: Recording) -> Training:
       UserError: It is something else; the message names the line.
     """
     optimizers = _optimizers(recording)
+    for optimizer in optimizers:
+        _check_trained_alike(recording, optimizer)
     if len(optimizers) > 1:
         return _in_turn(recording, optimizers)
     try:
@@ -276,6 +279,24 @@ def _optimizers(recording: Recording) -> list[torch.optim.Optimizer | Joint]:
             f"an optimizer made no step in {len(updates)} updates", waiting[0], "give --updates a larger number"
         )
     return [*dict.fromkeys(by_part[key] for key in recording.optimizers)]
+
+
+def _check_trained_alike(recording: Recording, optimizer: torch.optim.Optimizer | Joint) -> None:
+    """Refuse parameters that some updates of an optimizer train, and others do not."""
+    modules = recording.modules.items()
+    names = {id(p): f"{name}.{path}" for name, part in modules for path, p in part.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    own = [(i, update) for i, update in enumerate(recording.updates) if update.optimizer is optimizer]
+    _, first = own[0]
+    for i, update in own:
+        later = itertools.zip_longest(parameters, first.gradients, update.gradients)
+        changed = next((p for p, a, b in later if (a is None) != (b is None)), None)
+        if changed is not None:
+            raise refused_at(
+                f"{names.get(id(changed), 'a parameter')} is trained in some updates alone",
+                update.line,
+                f"give --updates {i} to port the updates before",
+            )
 
 
 def _modules(

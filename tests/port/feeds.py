@@ -94,6 +94,8 @@ def feed(folder: Path, number: int) -> Path:
     start, hidden, after = "(zeros, zeros)" if cell == "LSTM" else "zeros", draw.choice(HIDDEN), ""
     if draw.random() < 0.3:  # as of PyTorch's RNNs, a first state is None
         start, hidden, after = "None", "pass", f"; {hidden}"
+        if "detached" in after and draw.random() < 0.5:
+            hidden, after = f"if hidden is not None: {HIDDEN[0]}", ""
     path = folder / "train.py"
     path.write_text(
         LOOP.format(

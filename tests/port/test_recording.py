@@ -213,6 +213,26 @@ REFUSED = {
         "model.0.bias is trained, and changed by hand",
         "optimizer.step()",
     ),
+    "a part that thaws": (
+        {"forward": "model[0].requires_grad_(i > 2); loss = criterion(model(x), y)"},
+        "model.0.weight is trained in some updates alone",
+        "optimizer.step()",
+    ),
+    "a part that freezes": (
+        {"forward": "model[0].requires_grad_(i < 2); loss = criterion(model(x), y)"},
+        "model.0.weight is trained in some updates alone",
+        "optimizer.step()",
+    ),
+    "parameters that are added to the optimizer": (
+        {
+            "optimizer": "optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)",
+            "forward": "if i == 3 and len(optimizer.param_groups) == 1:\n"
+            "            optimizer.add_param_group({'params': model[0].parameters(), 'lr': 0.2})\n"
+            "        loss = criterion(model(x), y)",
+        },
+        "model.0.weight is trained in some updates alone",
+        "optimizer.step()",
+    ),
     "a vector of gradients": (
         {"forward": "loss = model(x).mean(1)", "backward": "loss.backward(torch.ones(len(x)))"},
         "backward() with arguments",

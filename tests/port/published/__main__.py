@@ -134,6 +134,17 @@ SCRIPTS = {
         }.items()
         for name in names.split()
     },
+    "run_glue": Script(
+        "transformers/examples/pytorch/text-classification/run_glue_no_trainer.py",
+        "--model_name_or_path bert-base-cased --train_file train.json --validation_file validation.json",
+        "text",
+    ),
+    "run_clm": Script(
+        "transformers/examples/pytorch/language-modeling/run_clm_no_trainer.py",
+        "--config_name gpt2 --tokenizer_name bert-base-cased --train_file train.txt --validation_file validation.txt"
+        " --block_size 8",
+        "text",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Folders in place of what scripts load from Hugging Face's hub: a small BERT, and sentences with labels."""
+"""Folders in place of what scripts load from Hugging Face's hub: a small BERT and GPT-2, and sentences with labels."""
 
 import json
 import random
@@ -16,10 +16,11 @@ configs:
 
 
 def write_hub(folder: Path) -> None:
-    """Write `bert-base-cased` and `nyu-mll/glue`, which libraries find in the folder in which a script runs."""
-    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+    """Write `bert-base-cased`, `gpt2` and `nyu-mll/glue`, which libraries find in the folder in which a script runs."""
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast, GPT2Config
 
-    bert, glue, draw = folder / "bert-base-cased", folder / "nyu-mll" / "glue", random.Random(0)
+    bert, gpt2 = folder / "bert-base-cased", folder / "gpt2"
+    glue, draw = folder / "nyu-mll" / "glue", random.Random(0)
     bert.mkdir()
     (bert / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
     BertTokenizerFast(str(bert / "vocab.txt")).save_pretrained(bert)
@@ -32,6 +33,7 @@ def write_hub(folder: Path) -> None:
         max_position_embeddings=32,
     )
     BertForSequenceClassification(config).save_pretrained(bert)
+    GPT2Config(vocab_size=5 + len(WORDS), n_embd=16, n_layer=2, n_head=2, n_positions=32).save_pretrained(gpt2)
     glue.mkdir(parents=True)
     (glue / "README.md").write_text(README)
     for split, count in (("train", 96), ("validation", 16)):
@@ -45,3 +47,5 @@ def write_hub(folder: Path) -> None:
             for i in range(count)
         ]
         (glue / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (folder / f"{split}.json").write_text("\n".join(map(json.dumps, rows)))
+        (folder / f"{split}.txt").write_text("\n".join(row["sentence1"] for row in rows))
