@@ -264,7 +264,7 @@ def _unchanged(values: Values, known: Known, at: int) -> int | None:
     PyTorch's program has fewer values with these numbers.
     """
     i = next((i for i in reversed(range(at)) if values.bound[i].kind != "returned"), None)
-    if i is None or values.bound[i].alias is None or values.bound[i].kind != "name" or not _is_made(values, i):
+    if i is None or values.bound[i].alias is None or values.bound[i].kind != "variable" or not _is_made(values, i):
         return None
     ours = sum(_is_made(values, j) for j in _equal(values, values.values[i]) if j < at)
     return i if ours > near(values.values[i], np.reshape(known.calls, (-1, 4))).sum() else None
@@ -290,7 +290,7 @@ def _last_gradient(values: Values, known: Known) -> int | None:
         theirs = known.gradients[number] or _NOTHING
         if not equal or any(not apart(theirs, values.gradients.get(i, _NOTHING), _OF_GRADIENTS) for i in equal):
             continue
-        after = [i for i in equal if values.bound[i].alias is not None and values.bound[i].kind == "name"]
+        after = [i for i in equal if values.bound[i].alias is not None and values.bound[i].kind == "variable"]
         if after:
             return after[-1]
         return next((i for i in range(equal[-1] + 1, len(values.bound)) if values.bound[i].kind != "returned"), None)

@@ -41,7 +41,7 @@ class Bound(NamedTuple):
 
     Attributes:
       line: The first line of the statement.
-      kind: "name" of an array that is assigned to a name, "part" of another that is assigned, "returned".
+      kind: "variable" of an array that is assigned to a name, "part" of another that is assigned, "returned".
       size: Its number of elements.
       alias: The number of the same value, if a statement before has assigned it; None for a new one.
       constant: Its numbers, if they depend on no argument.
@@ -160,7 +160,7 @@ class _Marks:
     def __call__(self, file: str, line: int, kind: str, unused: Sequence[int], value: Any) -> Any:
         """Return the value that a statement assigns or returns, with names."""
 
-        if kind == "name" and not hasattr(value, "dtype"):
+        if kind == "variable" and not hasattr(value, "dtype"):
             kind = "part"
 
         def named(x: Any) -> Any:
@@ -243,7 +243,7 @@ class _Marking(ast.NodeTransformer):
         (*_, target) = node.targets
         parts = target.elts if isinstance(target, ast.Tuple) else []
         unused = [i for i, part in enumerate(parts) if isinstance(part, ast.Name) and part.id == "_"]
-        return self._with_mark(node, "name" if isinstance(target, ast.Name) else "part", unused)
+        return self._with_mark(node, "variable" if isinstance(target, ast.Name) else "part", unused)
 
     def visit_Return(self, node: ast.Return) -> ast.AST:
         return self._with_mark(node, "returned")

@@ -107,7 +107,7 @@ def test_float64_without_a_gradient_is_pytorchs(seed: int, tmp_path: Any) -> Non
     model = from_torch(module, BATCH)
     model.save(tmp_path / "saved")
     again = load_imported(tmp_path / "saved")
-    for fn in (model, again, loaded(*model._source())):
+    for fn in (model, again, loaded(*model.written())):
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             found, _ = jax.jit(lambda params, batch, fn=fn: fn(params, batch))(model.params, BATCH)
         for program, ours, theirs in zip(module.programs, found, expected, strict=True):

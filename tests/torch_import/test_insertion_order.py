@@ -106,7 +106,7 @@ def test_dicts_have_the_examples_order(seed: int, tmp_path: Any) -> None:
     assert [*outputs] == [*expected]
     assert [*outputs["a"]] == [1, 0]
     results = [outputs, jax.jit(model)(model.params, batch)[0]]
-    text, _ = model._source()
+    text, _ = model.written()
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         results.append(jax.jit(loaded(text, {}))(model.params, batch)[0])
     if not any(kind in repr(example) for kind in ("OrderedDict", "defaultdict", "Pair")):

@@ -120,7 +120,7 @@ def test_integers_are_those_of_int64(seed: int) -> None:
     expected = [y.numpy() for y in module(torch.tensor(IDS))]
     model = from_torch(module, {"ids": IDS})
     found, _ = jax.jit(lambda batch: model({}, batch))({"ids": IDS})
-    text, _ = model._source()
+    text, _ = model.written()
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         written, _ = jax.jit(lambda batch: loaded(text, {})({}, batch))({"ids": IDS})
     for values in (found, written):
