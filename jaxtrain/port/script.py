@@ -11,6 +11,7 @@ import hashlib
 import random
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,19 @@ def run(script: Path, args: Sequence[str], watch: "Watch") -> bool:
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise UserError(f"{script} ended with the exit status {end.code}: run it by itself first") from None
+        except (UserError, BrokenPipeError):  # that of a process whose batches nobody waits for any more
+            raise
+        except Exception as error:
+            traceback.print_exception(error)
+            raise _raised(script, error) from None
     return True
+
+
+def _raised(script: Path, error: Exception) -> UserError:
+    """Return the error of a script that raises one, with its line."""
+    frames = [Line(x.filename, x.lineno or 0, x.name) for x in traceback.extract_tb(error.__traceback__)]
+    line = next((line for line in reversed(frames) if line.file == str(script_file(script))), frames[-1])
+    return refused_at(f"{script.name} raised {type(error).__name__}", line, "run it by itself first")
 
 
 def seed_all(seed: int) -> None:

@@ -317,7 +317,11 @@ def test_a_script_keeps_its_own_arguments_output_and_folder(tmp_path: Path, caps
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("import sys; sys.exit(3)", "ended with the exit status 3"), ("print(1)", "made no update by an optimizer")],
+    [
+        ("import sys; sys.exit(3)", "ended with the exit status 3"),
+        ("print(1)", "made no update by an optimizer"),
+        ("print(1)\nprint({}['a'])", r"raised KeyError \(.*train.py:2\): run it by itself first"),
+    ],
 )
 def test_a_script_that_trains_nothing_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "train.py"
