@@ -200,7 +200,7 @@ def test_a_script_that_fails_ends_the_batches(tmp_path: Path) -> None:
     )
     training = trained(path)
     (tmp_path / INPUTS).write_text(training.feed().as_json())
-    with pytest.raises(UserError, match="raised AssertionError .*train.py"):
+    with pytest.raises(UserError, match=r"raised AssertionError .*train.py"):
         list(ScriptBatches(path, [], tmp_path / INPUTS))
 
 

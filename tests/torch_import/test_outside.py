@@ -1,6 +1,7 @@
 """Values that a graph cannot contain: times, arrays of NumPy, parameters that forward makes."""
 
 import time
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from torch import nn
 
 import jaxtrain as jt
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture.module.own_module import lent
 from jaxtrain.user_file import import_file
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
@@ -91,3 +93,46 @@ def test_large_constants_of_float64_are_read_from_a_file(tmp_path: Any) -> None:
     np.testing.assert_array_equal(found, model(model.params, X)[0])
     weight, bias = (np.asarray(model.params[f"linear.{name}"], np.float64) for name in ("weight", "bias"))
     np.testing.assert_allclose(found, (X + table[2:6] * 1e6 % 1) @ weight.T + bias, rtol=1e-5)
+
+
+def _fail(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a method of a user's container was called")
+
+
+METHODS = (
+    *("__getitem__", "__setitem__", "__iter__", "__len__", "__eq__", "keys", "values", "items"),
+    *("update", "clear", "append", "extend", "add"),
+)
+"""Methods that a container may have of its own, as one that makes an object for each key."""
+
+
+@pytest.mark.parametrize("base", [dict, OrderedDict, defaultdict, Counter, list, set, deque])
+def test_own_containers_are_left_as_they_are(base: type) -> None:
+    own = type("Own", (base,), {name: _fail for name in METHODS if hasattr(base, name)})
+    held = base.__new__(own)
+    keep = {list: list.append, deque: deque.append, set: set.add}.get(base)
+    members = [object(), object(), object()]
+    for member in members:
+        keep(held, member) if keep else base.__setitem__(held, member, member)
+    if base is OrderedDict:
+        OrderedDict.move_to_end(held, members[0])
+    held.count = [0]
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            held.count[0] += 1
+            keep(held, 3) if keep else base.__setitem__(held, 3, 3)
+            return self.linear(x)
+
+    before = [*base.__iter__(held)]
+    module = Module()
+    with lent(module):
+        expected = module(torch.from_numpy(X)).detach().numpy()
+    assert [*map(id, base.__iter__(held))] == [*map(id, before)]
+    assert held.count == [0]
+    model = jt.from_torch(module, X)
+    np.testing.assert_allclose(model(model.params, X)[0], expected, rtol=1e-6)

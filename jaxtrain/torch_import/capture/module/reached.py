@@ -5,7 +5,7 @@ import logging
 import random
 import sysconfig
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -49,10 +49,9 @@ def _package(value: Any) -> str:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return [*value]
+    if built_in(value) is not None:
+        own = getattr(value, "__dict__", None)
+        return [*(members(value)), *([own] if own else [])]
     if isinstance(value, FunctionType):
         return _read_by(value)
     if isinstance(value, MethodType):
@@ -70,6 +69,24 @@ def _parts(value: Any) -> Iterable[Any]:
     own = getattr(value, "__dict__", None)
     attributes = (own, type(value)) if isinstance(own, dict) else ()
     return [*attributes, *(x for name in slots_of(value) for x in slot(value, name))]
+
+
+def built_in(value: Any) -> Any:
+    """Return the class of Python's that a container is of; None for what is none.
+
+    Its methods say what the container has; those of a user's class may make an object for each key, or count.
+    """
+    return next(
+        (kind for kind in (OrderedDict, dict, list, tuple, set, frozenset, deque) if isinstance(value, kind)), None
+    )
+
+
+def members(container: Any) -> list[Any]:
+    """Return what a container has: of a dict, its keys and their values in turn."""
+    kind = built_in(container)
+    if isinstance(container, dict):
+        return [x for item in kind.items(container) for x in item]
+    return [*kind.__iter__(container)]
 
 
 def slots_of(value: Any) -> Iterator[str]:

@@ -2,13 +2,21 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from jaxtrain.torch_import.capture.module.reached import GLOBAL, HOOKS, generators_in, slot, slots_of
+from jaxtrain.torch_import.capture.module.reached import (
+    GLOBAL,
+    HOOKS,
+    built_in,
+    generators_in,
+    members,
+    slot,
+    slots_of,
+)
 
 Undo = Callable[[], None]
 
@@ -50,10 +58,8 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 def _object(value: Any) -> Undo:
     """Return a function that sets an object, besides its dict, to what it is now."""
-    if isinstance(value, dict):
-        return _container(value, dict(value), value.update)
-    if isinstance(value, set | list | deque):
-        return _container(value, list(value), value.update if isinstance(value, set) else value.extend)
+    if isinstance(value, dict | set | list | deque):
+        return _container(value)
     if isinstance(value, np.ndarray) and value.flags.writeable:
         array = value.copy()
         return lambda: np.copyto(value, array)
@@ -63,25 +69,27 @@ def _object(value: Any) -> Undo:
         if type(value) is not kind:  # a parametrization changes the class
             object.__setattr__(value, "__class__", kind)
         for name, x in slots:
-            if not _same(slot(value, name), [x]):
+            if [*map(id, slot(value, name))] != [id(x)]:
                 object.__setattr__(value, name, x)
 
     return undo
 
 
-def _container(value: Any, contents: Any, fill: Callable[[Any], None]) -> Undo:
+def _container(value: Any) -> Undo:
+    """Return a function that gives a container the very same members in the same order."""
+    kind, before = built_in(value), members(value)
+
     def undo() -> None:
-        if not _same(value, contents):
-            value.clear()
-            fill(contents)
+        if [*map(id, members(value))] == [*map(id, before)]:
+            return
+        kind.clear(value)
+        if isinstance(value, dict):
+            for key, x in zip(before[::2], before[1::2], strict=True):
+                kind.__setitem__(value, key, x)
+        else:
+            (kind.update if isinstance(value, set) else kind.extend)(value, before)
 
     return undo
-
-
-def _same(now: Collection[Any], before: Collection[Any]) -> bool:
-    """Return whether two containers have the very same members in the same order."""
-    members = ([*map(id, x), *(map(id, x.values()) if isinstance(x, dict) else ())] for x in (now, before))
-    return next(members) == next(members)
 
 
 def _tensor(x: torch.Tensor) -> Undo:
