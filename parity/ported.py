@@ -143,11 +143,17 @@ def _at_fault(case: "RecordedCase", statement: Found | None, result: Ported, fol
     """Return the line of the statement that differs, or of the setting of the recipe that an update follows."""
     if statement is not None and statement.what == "value":
         return statement.line
-    found = at_fault(stages(case, accumulate=case.settings["accumulate"], steps=case.settings["steps"]))
+    elements = sum(x.size for x in jax.tree.leaves(case.params_like))
+    steps = min(case.settings["steps"], max(case.turns + 2, _KEPT // elements))
+    found = at_fault(stages(case, accumulate=case.settings["accumulate"], steps=steps))
     if found is None or found.name not in ("clipped gradients", "optimizer state", "update"):
         return None
     setting = "optimizer" if found.name != "clipped gradients" or result.training.clips_itself else "clip_norm"
     return str(folder / "run.py"), _line_with(folder / "run.py", f"    {setting}: ")
+
+
+_KEPT = 60_000_000
+"""Parameters of all updates whose states are kept to be compared stage by stage: about 4 GB."""
 
 
 def _placed(examination: Examination, at: Line | None, result: Ported, folder: Path) -> Examination:
